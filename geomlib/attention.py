@@ -1,0 +1,506 @@
+"""The one seam into attention: see the weights a model really uses, and change them.
+
+`transformers` lets anyone register an attention function and its mask twin by name. geomlib registers one of each,
+under one name, and switches a model to it for the length of a `with` block:
+
+    with observe(model, observer):      # observer(block) is called once per block of query rows
+        model(input_ids)
+    with intervene(model, head_mask=mask, top_n=8):
+        model(input_ids)
+
+Nothing is kept: a block holds the rows of a few dozen queries, observers reduce it at once, and the weights of a
+whole layer never exist. Falcon, which calls torch's `scaled_dot_product_attention` itself, is reached by intercepting
+that call inside its attention modules; the same arithmetic serves both ways.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+from transformers.pytorch_utils import Conv1D
+
+from geomlib.errors import GeomlibError
+
+NAME = "geomlib"
+BLOCK_BYTES = 16 << 20  # of attention weights handed to observers at once: large enough for fast products, small in memory
+MAX_ROWS = 256
+
+# Passed along by the models and irrelevant here: the mask twin has already applied them, or they do not touch attention.
+_HARMLESS = {"sliding_window", "position_ids", "cache_position", "use_cache", "position_embeddings", "dropout_p"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some query rows of one layer's attention, exactly as the model computes them.
+
+    Attributes:
+        layer: index of the layer.
+        queries: positions of the rows, (query,).
+        weights: attention weights after scaling, soft-capping, masking and softmax (and after any `intervene`), in
+            float32 or better, (query head, query, source). Invisible sources have weight exactly 0. A row sums to 1,
+            less the learned sink's share.
+        values: value states before the output projection, repeated from KV heads to query heads,
+            (query head, source, dim), same dtype as `weights`.
+        visible: True where the layer's mask lets the query see the source, (query, source).
+        learned_sink_mass: weight taken by a learned sink (`s_aux`, as in gpt-oss), (query head, query); None without.
+        batch: index in the batch. Padded queries and sources are left out, so that a padded row of a batch gives the
+            same blocks as the text alone.
+    """
+
+    layer: int
+    queries: torch.Tensor
+    weights: torch.Tensor
+    values: torch.Tensor
+    visible: torch.Tensor
+    learned_sink_mass: torch.Tensor | None
+    batch: int = 0
+
+
+Observer = Callable[[Block], None]
+
+
+@dataclass
+class _Intervention:
+    head_mask: torch.Tensor | None
+    top_n: int | None
+    renormalize: bool
+
+
+@dataclass
+class _State:
+    """What is active on one model."""
+
+    hf: PreTrainedModel
+    observers: list[Observer] = field(default_factory=list)
+    interventions: list[_Intervention] = field(default_factory=list)
+    layers_seen: set[int] = field(default_factory=set)
+    restore: list[Callable[[], None]] = field(default_factory=list)
+    depth: int = 0
+
+
+_states: dict[int, _State] = {}  # id(hf model) -> state, only while a context is open
+_modules: dict[int, _State] = {}  # id(module) -> state of its model
+_checked: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
+
+
+# --- the attention function -------------------------------------------------------------------------------------------
+
+
+def _attention_function(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # (batch, query head, query, dim)
+    key: torch.Tensor,  # (batch, KV head, source, dim)
+    value: torch.Tensor,  # (batch, KV head, source, dim)
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,  # applied to nothing: the seam enforces eval mode, and alpha is meant before dropout
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    state = _modules.get(id(module))
+    who = type(module).__name__
+    if state is None:
+        raise GeomlibError(f"{who} was switched to geomlib's attention outside observe() or intervene(): use those.")
+    unknown = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None and v is not False)
+    if unknown:
+        raise GeomlibError(
+            f"{who} passes {', '.join(unknown)} to its attention, which geomlib does not implement: it cannot be measured."
+        )
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise GeomlibError(f"{who} is not causal: geomlib measures decoder language models only.")
+    if attention_mask is None:
+        raise GeomlibError(f"{who} reached geomlib's attention without its mask: the mask twin '{NAME}' is not in use.")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise GeomlibError(f"{who} does not say which layer it is (no layer_idx): it cannot be measured.")
+    state.layers_seen.add(layer)
+    outputs = [
+        _attend(state, layer, b, query[b], key[b], value[b], attention_mask[min(b, len(attention_mask) - 1)],
+                scaling, softcap, s_aux)
+        for b in range(len(query))
+    ]  # fmt: skip
+    return torch.stack(outputs).to(query.dtype), None
+
+
+def _attend(state, layer, batch, query, key, value, mask, scaling, softcap, s_aux) -> torch.Tensor:
+    """One sequence through one layer, block by block. Returns head outputs (query, query head, dim)."""
+    dtype = query.dtype if query.dtype == torch.float64 else torch.float32  # scores and softmax never in half precision
+    heads, rows, dim = query.shape
+    kv_heads, sources = key.shape[:2]
+    bias = None
+    if mask.dtype == torch.bool:
+        visible = mask[0]
+    else:  # additive, possibly per head (ALiBi); the most negative numbers mean invisible
+        visible = mask[0] > torch.finfo(mask.dtype).min / 2
+        bias = mask
+    visible = visible[:, :sources]
+
+    # A causal query sees itself last, so its last visible source is its position; a query that cannot see itself is padding.
+    reach = visible.to(torch.uint8) * torch.arange(1, sources + 1, device=visible.device, dtype=torch.int32)
+    positions = reach.amax(-1).to(torch.int64) - 1
+    if rows == sources:
+        real = positions == torch.arange(rows, device=positions.device)
+        seen = real
+        if (positions > torch.arange(rows, device=positions.device)).any():
+            raise GeomlibError(f"layer {layer} sees tokens after the query: geomlib measures causal models only.")
+    else:
+        real, seen = positions >= 0, None
+    padded = not bool(real.all())
+    if padded:
+        query, visible, positions = query[:, real], visible[real], positions[real]
+        bias = bias[:, real] if bias is not None else None
+        if seen is not None:  # drop padded sources too: the blocks are those of the text alone
+            key, value, visible = key[:, seen], value[:, seen], visible[:, seen]
+            bias = bias[..., seen] if bias is not None else None
+            positions = torch.arange(len(positions), device=positions.device)
+    sources = key.shape[1]
+
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    scaling = dim**-0.5 if scaling is None else scaling
+    group = heads // kv_heads
+    values = value.detach().repeat_interleave(group, dim=0) if state.observers else None  # head h reads KV head h // group
+    step = max(1, min(MAX_ROWS, BLOCK_BYTES // (4 * heads * sources)))
+    outputs = []
+    for start in range(0, len(positions), step):
+        rows_seen = visible[start : start + step]
+        columns = rows_seen.any(0).nonzero()
+        low, high = int(columns[0]), int(columns[-1]) + 1  # nothing outside is visible to any row of the block
+        q = query[:, start : start + step]
+        n = q.shape[1]
+        scores = (q * scaling).reshape(kv_heads, group * n, dim) @ key[:, low:high].transpose(1, 2)
+        scores = scores.view(heads, n, high - low)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if bias is not None:
+            scores = scores + bias[:, start : start + step, low:high].to(dtype)
+        scores = scores.masked_fill(~rows_seen[:, low:high], float("-inf"))
+        weights, sink_mass = _softmax(scores, s_aux)
+        weights = _cut(weights, rows_seen[:, low:high], state.interventions)
+        z = weights.reshape(kv_heads, group * n, high - low) @ value[:, low:high]
+        z = z.view(heads, n, -1)
+        if not torch.isfinite(z).all():
+            raise GeomlibError(
+                f"layer {layer} gives NaN or infinite attention outputs: load the model in float32 or check its weights."
+            )
+        if state.observers:
+            full = weights.detach()
+            if high - low < sources:
+                full = full.new_zeros(heads, n, sources)
+                full[..., low:high] = weights.detach()
+            block = Block(layer, positions[start : start + step], full, values, rows_seen,
+                          None if sink_mass is None else sink_mass.detach(), batch)  # fmt: skip
+            for observer in state.observers:
+                observer(block)
+        for intervention in state.interventions:
+            if intervention.head_mask is not None:
+                z = z * intervention.head_mask[layer].to(z)[:, None, None]
+        outputs.append(z)
+    z = torch.cat(outputs, dim=1).transpose(0, 1)
+    return torch.zeros(rows, *z.shape[1:], dtype=dtype, device=z.device).index_put((real,), z) if padded else z
+
+
+def _softmax(scores: torch.Tensor, s_aux: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Softmax over sources; a learned sink takes part in the normalisation and its share is returned apart."""
+    if s_aux is None:
+        return torch.softmax(scores, dim=-1), None
+    sink = s_aux.to(scores).reshape(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)
+    return weights[..., :-1], weights[..., -1]
+
+
+def _cut(weights: torch.Tensor, visible: torch.Tensor, interventions: list[_Intervention]) -> torch.Tensor:
+    """Keep the N largest weights of each row, ties to the lower index; renormalising keeps the row's own total, so
+    that the share of a learned sink is never given to the tokens."""
+    for intervention in interventions:
+        n = intervention.top_n
+        if n is None or n >= weights.shape[-1]:
+            continue
+        ranked = weights.masked_fill(~visible, -1.0)  # an invisible source is never one of the N
+        threshold = ranked.topk(n, dim=-1).values[..., -1:]
+        above, level = ranked > threshold, ranked == threshold
+        kept = above | (level & (level.cumsum(-1) <= n - above.sum(-1, keepdim=True)))
+        cut = weights * kept
+        if intervention.renormalize:
+            cut = cut * (weights.sum(-1, keepdim=True) / cut.sum(-1, keepdim=True))
+        weights = cut
+    return weights
+
+
+def _mask_twin(*args, **kwargs) -> torch.Tensor:
+    """The boolean mask that `sdpa` would use, never skipped: without it a custom function would see the future."""
+    kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, **kwargs)
+
+
+class _SdpaRoute(TorchFunctionMode):
+    """Sends torch's scaled_dot_product_attention, called inside an attention module of `state`'s model, through geomlib."""
+
+    def __init__(self, running: list[torch.nn.Module]):
+        super().__init__()
+        self.running = running
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or not self.running:
+            return func(*args, **kwargs)
+        return self._through(*args, **kwargs)
+
+    def _through(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if attn_mask is None:
+            rows, sources = query.shape[-2], key.shape[-2]
+            attn_mask = torch.ones(1, 1, rows, sources, dtype=torch.bool, device=query.device)
+            if is_causal:
+                attn_mask = attn_mask.tril()  # torch aligns the triangle to the upper left
+            elif rows > 1:
+                raise GeomlibError(f"{type(self.running[-1]).__name__} is not causal: geomlib measures decoders only.")
+        output, _ = _attention_function(self.running[-1], query, key, value, attn_mask, scaling=scale)
+        return output.transpose(1, 2)
+
+
+# --- switching a model to it ------------------------------------------------------------------------------------------
+
+
+def _hf(model) -> PreTrainedModel:
+    """transformers' own model object, from it or from a geomlib Model."""
+    hf = getattr(model, "hf", model)
+    if not isinstance(hf, PreTrainedModel):
+        raise GeomlibError(f"{type(model).__name__} is not a transformers model: pass one, or what load_model() returns.")
+    if hf.config.is_encoder_decoder:
+        raise GeomlibError(f"{type(hf).__name__} is an encoder-decoder: geomlib measures decoder language models only.")
+    return hf
+
+
+def _enter(hf: PreTrainedModel) -> _State:
+    state = _states.get(id(hf))
+    if state is None:
+        state = _State(hf)
+        try:
+            _switch(hf, state)
+        except BaseException:
+            _leave(hf, state)
+            raise
+        _states[id(hf)] = state
+    state.depth += 1
+    return state
+
+
+def _switch(hf: PreTrainedModel, state: _State) -> None:
+    AttentionInterface.register(NAME, _attention_function)
+    AttentionMaskInterface.register(NAME, _mask_twin)
+    for module in hf.modules():
+        if id(module) in _modules:
+            raise GeomlibError("this model is part of another one that is being observed: use one of the two.")
+        _modules[id(module)] = state
+        state.restore.append(lambda m=module: _modules.pop(id(m), None))
+        if module.training:
+            module.training = False
+            state.restore.append(lambda m=module: setattr(m, "training", True))
+    by_interface = type(hf)._can_set_attn_implementation()
+    text_configs = [hf.config, hf.config.get_text_config()]
+    configs = text_configs + [
+        m.config for m in hf.modules() if isinstance(m, PreTrainedModel) and any(m.config is c for c in text_configs)
+    ]
+    for config in {id(c): c for c in configs}.values():
+        before = config._attn_implementation_internal
+        # The internal field: the public setter also reaches vision towers, which are not ours to switch.
+        config._attn_implementation_internal = NAME if by_interface else "sdpa"
+        state.restore.append(lambda c=config, b=before: setattr(c, "_attn_implementation_internal", b))
+    if not by_interface:
+        running: list[torch.nn.Module] = []
+
+        def started(module, args):
+            running.append(module)
+
+        def ended(module, args, output):
+            running.pop()
+
+        for module in hf.modules():
+            if "Attention" in type(module).__name__ and hasattr(module, "layer_idx"):
+                hooks = (
+                    module.register_forward_pre_hook(started),
+                    module.register_forward_hook(ended, always_call=True),
+                )
+                state.restore.extend(h.remove for h in hooks)
+        route = _SdpaRoute(running)
+        route.__enter__()
+        state.restore.append(lambda: route.__exit__(None, None, None))
+
+
+def _leave(hf: PreTrainedModel, state: _State) -> None:
+    state.depth -= 1
+    if state.depth <= 0:
+        for undo in reversed(state.restore):
+            undo()
+        _states.pop(id(hf), None)
+
+
+@contextmanager
+def observe(model, *observers: Observer) -> Iterator[None]:
+    """Call each observer with every `Block` of every forward pass inside the `with`.
+
+    Args:
+        model: a geomlib `Model` or transformers' own causal language model.
+        observers: callables given one `Block` at a time, layer by layer, rows in order. They see the weights that the
+            model uses, after any `intervene` that is open. Reduce or copy what you keep.
+
+    The model is in eval mode inside and is restored on exit, its attention implementation and training flags too,
+    also after an exception. Nests and stacks with itself and with `intervene`.
+
+    Raises:
+        GeomlibError: the model's attention cannot be observed; nothing is ever measured wrong instead.
+    """
+    hf = _hf(model)
+    if hf not in _checked and id(hf) not in _states:
+        self_check(hf)
+    state = _enter(hf)
+    state.observers.extend(observers)
+    try:
+        yield
+    finally:
+        for observer in reversed(observers):
+            # by identity: an observer that compares equal to another must not take its place
+            state.observers.pop(max(i for i, o in enumerate(state.observers) if o is observer))
+        _leave(hf, state)
+
+
+@contextmanager
+def intervene(
+    model, head_mask: torch.Tensor | None = None, top_n: int | None = None, renormalize: bool = False
+) -> Iterator[None]:
+    """Change what attention does inside the `with`: scale heads, or keep only the N largest weights of each query.
+
+    Args:
+        model: a geomlib `Model` or transformers' own causal language model.
+        head_mask: factor on each query head's output before the output projection, (layer, query head); 0 removes it.
+        top_n: keep the N largest visible weights for every query, head and layer, ties to the lower index. N at least
+            the number of visible sources changes nothing.
+        renormalize: scale the kept weights to the row's total before the cut (1, less a learned sink's share).
+
+    Several contexts stack: masks multiply, and cuts apply in the order of entering.
+
+    Raises:
+        GeomlibError: wrong shape, N < 1, or a model that cannot be observed.
+    """
+    hf = _hf(model)
+    config = hf.config.get_text_config()
+    if head_mask is not None:
+        head_mask = torch.as_tensor(head_mask)
+        shape = (config.num_hidden_layers, config.num_attention_heads)
+        if tuple(head_mask.shape) != shape:
+            raise GeomlibError(
+                f"head_mask has shape {tuple(head_mask.shape)}: give (layer, query head) = {shape} for this model."
+            )
+    if top_n is not None and (isinstance(top_n, bool) or int(top_n) != top_n or top_n < 1):
+        raise GeomlibError(f"top_n is {top_n!r}: give a whole number of sources, 1 or more.")
+    if hf not in _checked and id(hf) not in _states:
+        self_check(hf)
+    state = _enter(hf)
+    intervention = _Intervention(head_mask, None if top_n is None else int(top_n), renormalize)
+    state.interventions.append(intervention)
+    try:
+        yield
+    finally:
+        state.interventions[:] = [i for i in state.interventions if i is not intervention]
+        _leave(hf, state)
+
+
+# --- the standing self-check ------------------------------------------------------------------------------------------
+
+_CHECK_LENGTH = 12
+_CHECK_ROWS_SUM = 1e-5
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # of max |logit|
+
+
+@torch.no_grad()
+def self_check(model) -> None:
+    """Verify on one short input that this model is measured right: logits under observation equal the model's own,
+    every layer is seen, each row of weights sums to 1 (less a learned sink's share), nothing lies above the diagonal,
+    and weights times values equal what enters the output projection.
+
+    Runs once per model (load_model and the first observe call it).
+
+    Raises:
+        GeomlibError: naming what does not hold; the model is refused.
+    """
+    hf = _hf(model)
+    who = type(hf).__name__
+    training = [m for m in hf.modules() if m.training]
+    hf.eval()
+    config = hf.config.get_text_config()
+    vocabulary = hf.get_input_embeddings().weight
+    device = "cpu" if vocabulary.device.type == "meta" else vocabulary.device  # meta: weights offloaded by a device_map
+    ids = (torch.arange(_CHECK_LENGTH, device=device)[None] * 7919 + 11) % vocabulary.shape[0]
+    worst = {"rows": 0.0, "future": 0.0}
+    outputs: dict[int, list[torch.Tensor]] = {}
+    projected: dict[int, torch.Tensor] = {}
+
+    def look(block: Block) -> None:
+        total = block.weights.sum(-1) + (0 if block.learned_sink_mass is None else block.learned_sink_mass)
+        future = torch.arange(block.weights.shape[-1], device=total.device) > block.queries[:, None]
+        worst["rows"] = max(worst["rows"], float((total - 1).abs().max()))
+        worst["future"] = max(worst["future"], float((block.weights * future).max()))
+        outputs.setdefault(block.layer, []).append((block.weights @ block.values).transpose(0, 1).flatten(1).cpu())
+
+    def projection_input(layer):
+        def hook(module, args):
+            if args and isinstance(args[0], torch.Tensor):
+                projected[layer] = args[0].detach()[0].flatten(1).cpu()  # the last linear map called is the projection
+
+        return hook
+
+    hooks = [
+        child.register_forward_pre_hook(projection_input(module.layer_idx))
+        for module in hf.modules()
+        if "Attention" in type(module).__name__ and isinstance(getattr(module, "layer_idx", None), int)
+        for child in module.children()
+        if isinstance(child, (torch.nn.Linear, Conv1D)) or hasattr(child, "weight")
+    ]
+    try:
+        own = hf(input_ids=ids, use_cache=False).logits
+        state = _enter(hf)
+        state.observers.append(look)
+        try:
+            ours = hf(input_ids=ids, use_cache=False).logits
+        finally:
+            state.observers.remove(look)
+            _leave(hf, state)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in training:
+            module.training = True
+    layers = config.num_hidden_layers
+    if len(state.layers_seen) < layers:
+        raise GeomlibError(
+            f"{who} cannot be observed: only {len(state.layers_seen)} of its {layers} layers compute attention through "
+            f"the interface that geomlib reads (state-space and hand-written attention do not)."
+        )
+    scale = float(own.abs().max().clamp(min=1e-6))
+    difference = float((own - ours).abs().max()) / scale
+    problems = []
+    if not difference <= _TOLERANCE.get(own.dtype, 1e-3):
+        problems.append(f"its logits change under observation (by {difference:.1e} of the largest)")
+    if worst["rows"] > _CHECK_ROWS_SUM:
+        problems.append(f"its attention rows do not sum to 1 (off by {worst['rows']:.1e})")
+    if worst["future"] > 0:
+        problems.append("it attends to later tokens")
+    for layer, parts in outputs.items():
+        z, seen = torch.cat(parts), projected.get(layer)
+        if seen is None or seen.shape != z.shape:
+            problems.append(f"the output projection of layer {layer} was not found")
+            break
+        bound = 10 * _TOLERANCE.get(seen.dtype, 1e-3) * float(z.abs().max().clamp(min=1e-6))
+        if not float((z - seen).abs().max()) <= bound:
+            problems.append(f"weights times values do not give what enters the output projection of layer {layer}")
+            break
+    if problems:
+        raise GeomlibError(f"{who} cannot be measured: {'; '.join(problems)}.")
+    _checked.add(hf)
