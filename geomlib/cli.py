@@ -1,0 +1,135 @@
+"""The command line: fetch, measure, run. Bad input is one sentence on stderr and exit code 2, never a traceback."""
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from geomlib.errors import GeomlibError
+
+
+
+class _OneSentence(TyperGroup):
+    """What a user can mend becomes one sentence and exit code 2; Ctrl-C says that nothing is lost."""
+
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except GeomlibError as e:
+            print(f"geomlib: {e}", file=sys.stderr)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            print("geomlib: stopped; what is finished is kept, run the same again to continue.", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(cls=_OneSentence, no_args_is_help=True, add_completion=False, help=__doc__.split("\n")[0], pretty_exceptions_enable=False)
+measure = typer.Typer(no_args_is_help=True, help="Measure a model on texts and write tidy tables.")
+app.add_typer(measure, name="measure")
+
+DEFAULT_MODEL, DEFAULT_CORPORA = "smollm2-135m", ("vital-articles", "django-docs")
+
+
+class Queries(StrEnum):
+    all = "all"
+    last = "last"
+
+
+class Ranking(StrEnum):
+    attention = "attention"
+    contribution = "contribution"
+
+
+class Distance(StrEnum):
+    euclidean = "euclidean"
+    cosine = "cosine"
+
+
+class Control(StrEnum):
+    random = "random"
+    magnitude = "magnitude"
+
+
+@app.command()
+def fetch(
+    names: Annotated[list[str] | None, typer.Argument(help="Embedded models and corpora; none: the default ones.")] = None,
+) -> None:
+    """Fetch embedded models and corpora into the cache, check and convert them once."""
+    from geomlib import corpora, models
+
+    known = [*models.EMBEDDED, *corpora.EMBEDDED]
+    for name in names or [DEFAULT_MODEL, *DEFAULT_CORPORA]:
+        if name not in known:
+            raise GeomlibError(f"{name} is not embedded: fetch one of {', '.join(known)}, or load a hub id when you use it.")
+        if name in models.EMBEDDED:
+            where = models.embedded_folder(name)
+        else:
+            where = corpora.load_corpus(name).source["file"]
+        typer.echo(f"{name}: ready ({where})")
+
+
+@measure.command()
+def separability(
+    out: Annotated[Path, typer.Option(help="Folder of the results; an interrupted run continues there.")],
+    model: Annotated[str, typer.Option(help="Embedded name, Hugging Face id, or folder.")] = DEFAULT_MODEL,
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
+    corpus: Annotated[str, typer.Option(help="Embedded name or Hugging Face data set.")] = DEFAULT_CORPORA[0],
+    text: Annotated[Path | None, typer.Option(help="A text, JSONL or Parquet file of your own instead.")] = None,
+    windows: Annotated[int, typer.Option(help="Number of windows, one a document.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of a window, BOS included.")] = 512,
+    queries: Annotated[Queries, typer.Option(help="Every query of the window, or the final one.")] = Queries.all,
+    sizes: Annotated[str, typer.Option(help="The N to measure.")] = "1,2,4,8,16,32,64,128,256",
+    ranking: Annotated[list[Ranking], typer.Option(help="Repeat for several.")] = [Ranking.attention],  # noqa: B006
+    distance: Annotated[list[Distance], typer.Option(help="Repeat for several.")] = [Distance.euclidean],  # noqa: B006
+    control: Annotated[list[Control], typer.Option(help="Repeat for several.")] = [Control.random, Control.magnitude],  # noqa: B006
+    random_rankings: Annotated[int, typer.Option(help="Random rankings per query.")] = 16,
+    bins: Annotated[int, typer.Option(help="Bins of query position.")] = 8,
+    seed: Annotated[int, typer.Option(help="Decides windows and random draws.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...; default: float32 on CPU.")] = None,
+) -> None:
+    """F_N, precision and recall of every head's top-N sources, with their controls."""
+    try:
+        grid = tuple(int(n) for n in sizes.split(","))
+    except ValueError:
+        raise GeomlibError(f"--sizes {sizes} is not usable: give whole numbers with commas, such as 2,8,32.") from None
+    from geomlib.stats import summary
+    from geomlib.study import Study
+
+    study = Study(
+        model=model, revision=revision, corpus=corpus, text=None if text is None else str(text), windows=windows,
+        length=length, seed=seed, dtype=dtype, queries=queries.value, sizes=grid,
+        rankings=tuple(r.value for r in ranking), distances=tuple(d.value for d in distance),
+        controls=tuple(c.value for c in control), random_rankings=random_rankings, bins=bins,
+    )  # fmt: skip
+    table = study.run(out, progress=True)
+    shown = summary(table, "f", by=["distance", "ranking", "control", "size"])
+    typer.echo(f"Mean F_N over heads, layers and {shown['documents'].max()} documents, with 95 % intervals:")
+    typer.echo(shown.round(3).to_string(index=False))
+    typer.echo(f"Tables and study.json are in {out}.")
+
+
+@app.command()
+def run(
+    out: Annotated[Path, typer.Option(help="Folder for the executed notebooks.")],
+    chapters: Annotated[list[str] | None, typer.Option("--chapter", help="Notebook name; repeat; none: all.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="name=value of a notebook's parameter; repeat.")] = None,
+) -> None:
+    """Run the book's notebooks with your own parameters; the committed ones are not touched."""
+    from geomlib.notebooks import parse_settings, run_notebooks
+
+    failed = run_notebooks(chapters or [], parse_settings(settings or []), out)
+    if failed:
+        raise GeomlibError(f"{', '.join(failed)} failed: open the executed notebook in {out} to see where.")
+
+
+@app.command()
+def notebooks(
+    names: Annotated[list[str] | None, typer.Argument(help="Notebook names; none: those whose sources changed.")] = None,
+) -> None:
+    """Execute the committed notebooks again, in place, with their default parameters."""
+    from geomlib.notebooks import regenerate
+
+    regenerate(names or [])

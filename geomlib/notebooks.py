@@ -1,0 +1,141 @@
+"""Running the book's notebooks: with one's own parameters, or anew in place.
+
+papermill takes any parameter and warns at most; here names that a notebook lacks and values of another type are
+refused before anything runs.
+"""
+
+import ast
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import nbformat
+import papermill
+from nbclient import NotebookClient
+
+from geomlib.errors import GeomlibError
+
+_CELL_SECONDS = 1800
+
+
+def folder() -> Path:
+    """The notebooks of this project: in the current folder, else beside the package."""
+    for place in (Path.cwd(), Path(__file__).parent.parent):
+        if list((place / "notebooks").glob("[0-9]*.ipynb")):
+            return place / "notebooks"
+    raise GeomlibError("the notebooks are not here: run this in a checkout of the project.")
+
+
+def chapters(names: list[str]) -> list[Path]:
+    """Paths of the named notebooks (with or without .ipynb, or by their number), all when none is named."""
+    known = sorted(folder().glob("[0-9]*.ipynb"))
+    found = []
+    for name in names:
+        match = [p for p in known if p.stem == name.removesuffix(".ipynb") or p.stem.split("_")[0] == name]
+        if not match:
+            raise GeomlibError(f"there is no notebook {name}: give one of {', '.join(p.stem for p in known)}.")
+        found += match
+    return found or known
+
+
+def parse_settings(settings: list[str]) -> dict:
+    """["windows=2", "corpus=django-docs"] to values: Python literals where they are, text otherwise."""
+    values = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or not name.isidentifier():
+            raise GeomlibError(f"--set {setting} is not usable: give name=value.")
+        try:
+            values[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            values[name] = text
+    return values
+
+
+def parameters(notebook: Path) -> dict:
+    """Names and default values of a notebook's parameters: the literals of its one cell tagged `parameters`."""
+    cells = [c for c in nbformat.read(notebook, as_version=4).cells if "parameters" in c.metadata.get("tags", [])]
+    if len(cells) != 1:
+        raise GeomlibError(f"{notebook.name} has {len(cells)} cells tagged parameters: it needs exactly one.")
+    found = {}
+    for line in ast.parse(cells[0].source).body:
+        if not isinstance(line, ast.Assign) or not isinstance(line.targets[0], ast.Name):
+            raise GeomlibError(f"{notebook.name}: the parameters cell may hold assignments of literals only.")
+        found[line.targets[0].id] = ast.literal_eval(line.value)
+    return found
+
+
+def check_parameters(notebook: Path, values: dict) -> None:
+    """Refuse names that the notebook lacks and values of another type than its default."""
+    known = parameters(notebook)
+    for name, value in values.items():
+        if name not in known:
+            raise GeomlibError(f"{notebook.stem} has no parameter {name}: known are {', '.join(known)}.")
+        default = known[name]
+        same = isinstance(value, type(default)) and isinstance(value, bool) == isinstance(default, bool)
+        whole = isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool)
+        if default is not None and not (same or whole):
+            raise GeomlibError(
+                f"{name} = {value!r} does not fit {notebook.stem}: give a {type(default).__name__} such as {default!r}."
+            )
+
+
+def run_notebooks(names: list[str], values: dict, out: Path) -> list[str]:
+    """Execute notebooks through papermill into `out`; returns the names of those that failed.
+
+    A parameter that only some of the notebooks have goes to these; one that none has is refused before anything runs.
+    A failing notebook leaves its executed copy with the error and does not stop the others.
+    """
+    books = chapters(names)
+    known = {b: parameters(b) for b in books}
+    for name in values:
+        if not any(name in k for k in known.values()):
+            every = sorted({n for k in known.values() for n in k})
+            raise GeomlibError(f"no chapter has a parameter {name}: known are {', '.join(every)}.")
+    chosen = {b: {n: v for n, v in values.items() if n in known[b]} for b in books}
+    for book, given in chosen.items():
+        check_parameters(book, given)
+    out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for book, given in chosen.items():
+        print(f"{book.stem} ...", file=sys.stderr, flush=True)
+        try:
+            papermill.execute_notebook(
+                str(book), str(out / book.name), parameters=given, cwd=str(out), kernel_name="python3",
+                progress_bar=False, execution_timeout=_CELL_SECONDS,
+            )  # fmt: skip
+        except papermill.PapermillExecutionError as e:
+            print(f"{book.stem} failed: {e.ename}: {e.evalue}", file=sys.stderr)
+            failed.append(book.stem)
+    return failed
+
+
+def _sources_hash(book: Path) -> str:
+    """Changes when the notebook's cells or the library do."""
+    cells = [(c.cell_type, c.source) for c in nbformat.read(book, as_version=4).cells]
+    code = [p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(json.dumps(cells).encode() + b"".join(code)).hexdigest()
+
+
+def regenerate(names: list[str]) -> None:
+    """Execute committed notebooks in place: all named, or those whose cells or library changed since last time here.
+
+    Cell ids stay, run-time metadata goes, so that a difference in git is a difference in content.
+    """
+    stamps = folder().parent / ".make" / "notebooks"
+    stamps.mkdir(parents=True, exist_ok=True)
+    for book in chapters(names):
+        stamp = stamps / book.stem
+        if not names and stamp.is_file() and stamp.read_text() == _sources_hash(book):
+            print(f"{book.stem}: up to date")
+            continue
+        print(f"{book.stem}: executing ...", flush=True)
+        notebook = nbformat.read(book, as_version=4)
+        NotebookClient(
+            notebook, timeout=_CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(folder().parent)}}
+        ).execute()
+        for cell in notebook.cells:
+            cell.metadata.pop("execution", None)
+        nbformat.write(notebook, book)
+        stamp.write_text(_sources_hash(book))

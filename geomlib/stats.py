@@ -1,0 +1,98 @@
+"""Means and their intervals: over heads, then layers, then documents; documents are what is drawn anew.
+
+The paper's protocol (THEORY section 10): a document bootstrap with 2000 replicates. Heads and layers of a model are
+not a sample of anything, so they are averaged, not drawn.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+REPLICATES = 2000
+LEVEL = 0.95
+
+
+def head_means(table: pd.DataFrame, value: str = "f", by: Sequence[str] = ("size",)) -> pd.DataFrame:
+    """Mean over queries (each query counts once), (document, layer, head, *by) as rows, one column `value`."""
+    keys = ["document", "layer", "head", *by]
+    weighted = table.assign(_sum=table[value] * table["queries"])
+    sums = weighted.groupby(keys, observed=True, sort=True)[["_sum", "queries"]].sum()
+    return (sums["_sum"] / sums["queries"]).rename(value).reset_index()
+
+
+def document_means(table: pd.DataFrame, value: str = "f", by: Sequence[str] = ("size",)) -> pd.DataFrame:
+    """Mean over heads, then layers: documents as rows, one column per group of `by`."""
+    per_layer = head_means(table, value, by).groupby(["document", "layer", *by], observed=True)[value].mean()
+    return per_layer.groupby(["document", *by], observed=True).mean().unstack(list(by))
+
+
+def summary(
+    table: pd.DataFrame,
+    value: str = "f",
+    by: Sequence[str] = ("size",),
+    replicates: int = REPLICATES,
+    seed: int = 0,
+    level: float = LEVEL,
+) -> pd.DataFrame:
+    """Mean with a document-bootstrap interval for each group of `by`.
+
+    Args:
+        table: a study's table, or `advantage()` of one.
+        value: the column to average.
+        by: the columns that make a group; all other rows are averaged, so filter first what must not be mixed.
+
+    Returns:
+        Columns *by, mean, low, high (percentile interval at `level`), documents. low and high are NaN for a single
+        document: it says nothing about the next one.
+    """
+    means = document_means(table, value, list(by))
+    drawn = _bootstrap(means.to_numpy(), replicates, seed)
+    low, high = _interval(drawn, level)
+    single = len(means) < 2
+    out = means.mean().rename("mean").reset_index()
+    return out.assign(low=np.nan if single else low, high=np.nan if single else high, documents=len(means))
+
+
+def advantage(table: pd.DataFrame, over: str = "random", value: str = "f") -> pd.DataFrame:
+    """How much better the ranked sets are than a control, pair by pair: rows as in the table, one column `advantage`.
+
+    Args:
+        over: "random" or "magnitude".
+
+    A pair shares document, layer, head, query bin, size and distance (and ranking, which random sets have none of).
+    """
+    keys = ["document", "layer", "head", "query_from", "query_to", "queries", "size", "distance"]
+    keys += ["ranking"] if over == "magnitude" else []
+    control = table[table["control"] == over].set_index(keys)[value].rename("_control")
+    ranked = table[table["control"] == "none"].join(control, on=keys, how="inner")
+    kept = [c for c in ("document", "layer", "head", "query_from", "query_to", "queries", "size", "ranking", "distance")]
+    return ranked[kept].assign(advantage=ranked[value] - ranked["_control"])
+
+
+def positive_share(
+    table: pd.DataFrame, value: str = "advantage", by: Sequence[str] = ("size",), replicates: int = REPLICATES, seed: int = 0
+) -> pd.DataFrame:
+    """Share of query heads whose mean over documents is above zero, with its document-bootstrap interval."""
+    rows = []
+    for group, part in head_means(table, value, by).groupby(list(by), observed=True):
+        heads = part.pivot(index="document", columns=["layer", "head"], values=value).to_numpy()
+        drawn = (_bootstrap(heads, replicates, seed) > 0).mean(axis=1)[:, None]
+        (low,), (high,) = _interval(drawn, LEVEL) if len(heads) > 1 else ([np.nan], [np.nan])
+        rows.append((*group, (np.nanmean(heads, axis=0) > 0).mean(), low, high, len(heads)))
+    return pd.DataFrame(rows, columns=[*by, "mean", "low", "high", "documents"])
+
+
+def _bootstrap(values: np.ndarray, replicates: int, seed: int) -> np.ndarray:
+    """Means over documents drawn with replacement, the same draws for every column: (replicate, column)."""
+    n = len(values)
+    rng = np.random.default_rng(seed)
+    counts = rng.multinomial(n, np.full(n, 1 / n), size=replicates).astype(float)
+    there = ~np.isnan(values)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return counts @ np.where(there, values, 0.0) / (counts @ there)
+
+
+def _interval(drawn: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
+    tail = 100 * (1 - level) / 2
+    return tuple(np.nanpercentile(drawn, [tail, 100 - tail], axis=0))

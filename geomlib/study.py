@@ -1,0 +1,291 @@
+"""A Study: everything that decides a number, its results on disk, and the loop that fills them.
+
+One Parquet file per window, written whole or not at all and skipped when already there, so a study can be killed
+anywhere and run again: it continues, and its tables are those of an uninterrupted run.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from tqdm.auto import tqdm
+
+from geomlib.attention import observe
+from geomlib.controls import RANDOM_RANKINGS
+from geomlib.corpora import Window, load_corpus, take_windows, text_corpus
+from geomlib.errors import GeomlibError
+from geomlib.geometry import SIZES
+from geomlib.models import Model, load_model
+from geomlib.separability import METRICS, SeparabilityTable
+
+FORMAT = 1  # of the tables; raise it when their meaning changes
+# The modules that decide a number: results of other code are never continued or mixed.
+_CODE = ("_kernels", "attention", "controls", "corpora", "geometry", "models", "separability", "study")
+
+SCHEMA: dict[str, tuple[str, str]] = {
+    "document": ("string", "id of the document the window was taken from"),
+    "layer": ("int16", "layer, from 0"),
+    "head": ("int16", "query head, from 0"),
+    "query_from": ("int32", "first query position of the bin"),
+    "query_to": ("int32", "one past its last query position"),
+    "queries": ("int32", "queries of the bin that see more than `size` sources; all means are over these"),
+    "size": ("int32", "N, the number of selected sources"),
+    "ranking": ("string", "attention, contribution, or random"),
+    "distance": ("string", "euclidean or cosine"),
+    "control": ("string", "none (the ranked sets themselves), random, or magnitude (directions permuted)"),
+    "precision": ("float64", "mean of N / (N + false positives)"),
+    "recall": ("float64", "mean of (N - false negatives) / N"),
+    "f": ("float64", "mean of F_N, the harmonic mean of the two"),
+    "margin": ("float64", "mean of rho_min - rho_max, in units of the value states (cosine: dimensionless)"),
+    "inversions": ("float64", "mean number of (selected, unselected) pairs in the wrong order"),
+    "false_positives": ("float64", "mean number of unselected sources within rho_max"),
+    "false_negatives": ("float64", "mean number of selected sources at or beyond rho_min"),
+    "rho_min": ("float64", "mean distance of the nearest unselected source to the aggregate"),
+    "rho_max": ("float64", "mean distance of the farthest selected source to the aggregate"),
+}
+_KEY = [c for c in SCHEMA if c not in METRICS and c not in ("query_to", "queries")]
+
+
+class Study(BaseModel):
+    """What is measured, on what: a frozen record whose fields are the notebooks' parameters.
+
+    A window is one document's; `queries` is "all" or "last" (the paper's protocol); `bins` equal bins of query
+    position; `text` is a file of one's own that takes the place of `corpus`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = "smollm2-135m"
+    revision: str | None = None
+    corpus: str = "vital-articles"
+    text: str | None = None
+    detokenise: bool = False
+    windows: int = Field(8, ge=1)
+    length: int = Field(512, ge=3)
+    seed: int = 0
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
+    queries: Literal["all", "last"] = "all"
+    sizes: tuple[int, ...] = SIZES
+    rankings: tuple[Literal["attention", "contribution"], ...] = ("attention",)
+    distances: tuple[Literal["euclidean", "cosine"], ...] = ("euclidean",)
+    controls: tuple[Literal["random", "magnitude"], ...] = ("random", "magnitude")
+    random_rankings: int = Field(RANDOM_RANKINGS, ge=1)
+    bins: int = Field(8, ge=1)
+
+    @field_validator("sizes")
+    @classmethod
+    def _usable_sizes(cls, sizes):
+        if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
+            raise ValueError("give different whole numbers N of 1 or more")
+        return tuple(sorted(sizes))
+
+    def __init__(self, **fields):
+        try:
+            super().__init__(**fields)
+        except ValidationError as e:
+            first = e.errors()[0]
+            name = ".".join(str(x) for x in first["loc"]) or "study"
+            known = f"; known are {', '.join(type(self).model_fields)}" if first["type"] == "extra_forbidden" else ""
+            raise GeomlibError(f"{name} = {first['input']!r} is not usable: {first['msg']}{known}.") from None
+        if min(self.sizes) >= self.length:
+            raise GeomlibError(
+                f"every N of sizes {self.sizes} is at least the window's {self.length} sources, so nothing is unselected: "
+                f"give smaller sizes or a larger length."
+            )
+        if self.bins > self.length:
+            raise GeomlibError(f"{self.bins} bins do not fit {self.length} queries: give fewer.")
+
+    def run(self, out: str | Path | None = None, model: Model | None = None, progress: bool = False) -> pd.DataFrame:
+        """Measure what is not there yet and return the whole table (columns: `SCHEMA`).
+
+        Args:
+            out: folder of the results; None: `results_root()` / the study's key.
+            model: the loaded model, to load it once for several studies; None: load it.
+            progress: show a bar with the time left (on a terminal).
+
+        Raises:
+            GeomlibError: bad input, a folder that holds another study, a full disk, NaN in the model. What was
+                measured before stays.
+        """
+        if model is None:
+            model = load_model(self.model, revision=self.revision, dtype=self.dtype)
+        if model.max_length is not None and self.length > model.max_length:
+            raise GeomlibError(f"{model.name} has {model.max_length} positions: give a length of at most that.")
+        corpus = text_corpus(self.text) if self.text else load_corpus(self.corpus, detokenise=self.detokenise)
+        windows, skipped = take_windows(corpus, model.tokenizer, self.windows, self.length, self.seed)
+        record = self._record(model, corpus, windows, skipped)
+        folder = Path(out) if out is not None else results_root() / record["key"]
+        _claim(folder, record)
+        tables = folder / "separability"
+        todo = [(i, w) for i, w in enumerate(windows) if not _is_whole(tables / _file(i, w), record["key"])]
+        bar = tqdm(total=len(todo) * model.layers, disable=None if progress else True, unit="layer", desc=model.name)
+        with bar:
+            for i, window in todo:
+                table = self._measure(model, window, bar)
+                _write(table, tables / _file(i, window), record["key"])
+        return load_table(folder)
+
+    def _measure(self, model: Model, window: Window, bar) -> pd.DataFrame:
+        recorder = SeparabilityTable(
+            self.length, self.queries, self.sizes, self.rankings, self.distances, self.controls, self.random_rankings,
+            self.bins, key=f"{self.seed} {window.document} {window.start}",
+        )  # fmt: skip
+
+        def tick(block):
+            if block.queries[-1] == self.length - 1:
+                bar.update()
+
+        ids = torch.tensor([window.input_ids], device=model.device)
+        with torch.no_grad(), observe(model, recorder, tick):
+            hidden = model.hf.base_model(input_ids=ids, use_cache=False)[0]  # no logits: the vocabulary is not needed
+        if not torch.isfinite(hidden).all():
+            raise GeomlibError(
+                f"{model.name} gives NaN or infinite numbers after its last layer ({model.layers - 1}): load it in float32."
+            )
+        table = recorder.table()
+        table.insert(0, "document", window.document)
+        return table.astype({c: t for c, (t, _) in SCHEMA.items() if c in table})
+
+    def _record(self, model: Model, corpus, windows: list[Window], skipped: int) -> dict:
+        """study.json: the fields, and every version and hash behind the numbers."""
+        fields = self.model_dump(mode="json")
+        if self.text:  # what it says counts, not where it lies
+            fields["corpus"], fields["text"] = None, Path(self.text).name
+        code = hashlib.sha256(b"".join((Path(__file__).parent / f"{m}.py").read_bytes() for m in _CODE)).hexdigest()
+        record = {
+            "study": fields,
+            "model": {
+                "name": model.name, "fingerprint": model.fingerprint, "revision": model.revision, "sha256": model.sha256,
+                "note": model.note, "dtype": str(model.dtype).removeprefix("torch."), "layers": model.layers,
+                "query_heads": model.query_heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim,
+            },
+            "corpus": {"name": corpus.name, **corpus.source},
+            "windows": [
+                {"document": w.document, "start": w.start, "bos": w.bos, "sha256": _ids_hash(w)} for w in windows
+            ],
+            "skipped_documents": skipped,
+            "versions": {"python": platform.python_version(), "format": FORMAT, "code": code[:16]}
+            | {p: version(p) for p in ("geomlib", "torch", "transformers", "tokenizers", "numpy", "numba")},
+        }  # fmt: skip
+        record["key"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+        return record
+
+
+def results_root() -> Path:
+    """Where studies go by themselves: $GEOMLIB_RESULTS, else the folder runs/studies here."""
+    return Path(os.environ.get("GEOMLIB_RESULTS") or Path("runs") / "studies")
+
+
+def load_table(folder: str | Path) -> pd.DataFrame:
+    """The table of a study's folder, windows in order, checked against `SCHEMA`."""
+    folder = Path(folder)
+    if not (folder / "study.json").is_file():
+        raise GeomlibError(f"{folder} holds no study (no study.json): give the folder that a run wrote.")
+    files = sorted((folder / "separability").glob("*.parquet"))
+    if not files:
+        raise GeomlibError(f"{folder} holds no finished window yet: run the study again, it continues.")
+    table = pd.concat([pd.read_parquet(f) for f in files], ignore_index=True)
+    check_table(table)
+    return table
+
+
+def check_table(table: pd.DataFrame) -> None:
+    """Raise GeomlibError unless the table is what `SCHEMA` says: columns, types, ranges, and no row twice."""
+    expected = {c: t for c, (t, _) in SCHEMA.items()}
+    found = {c: "string" if pd.api.types.is_string_dtype(t) else str(t) for c, t in table.dtypes.items()}
+    if found != expected:
+        wrong = sorted(set(found.items()) ^ set(expected.items()))
+        raise GeomlibError(f"the table does not fit the schema at {wrong}: it was written by another version, run it again.")
+    metrics = table[list(METRICS)]
+    shares = table[["precision", "recall", "f"]]
+    if metrics.isna().any(axis=None) or not ((shares >= 0) & (shares <= 1)).all(axis=None):
+        raise GeomlibError("the table holds values out of range: run the study again in another folder.")
+    if table.duplicated(_KEY).any():
+        raise GeomlibError("the table holds rows twice: run the study again in another folder.")
+
+
+def _ids_hash(window: Window) -> str:
+    return hashlib.sha256(json.dumps(window.input_ids).encode()).hexdigest()[:16]
+
+
+def _file(index: int, window: Window) -> str:
+    safe = "".join(c if c.isalnum() else "-" for c in window.document)[:60]
+    return f"{index:05d}-{safe}.parquet"
+
+
+def _claim(folder: Path, record: dict) -> None:
+    """Write study.json, or make sure that the one there is this very study."""
+    path = folder / "study.json"
+    try:
+        there = json.loads(path.read_text()) if path.is_file() else None
+    except (OSError, ValueError):
+        raise GeomlibError(f"{path} cannot be read: give another folder, or remove this one.") from None
+    if there is not None:
+        if there.get("key") != record["key"]:
+            parts = [k for k in record if k != "key" and there.get(k) != record[k]]
+            names = [f for f, v in record["study"].items() if there.get("study", {}).get(f) != v] or parts
+            raise GeomlibError(
+                f"{folder} holds another study (it differs in {', '.join(names)}): give another folder, or remove this one."
+            )
+        return
+    with _one_sentence(folder):
+        (folder / "separability").mkdir(parents=True, exist_ok=True)
+        _whole(path, lambda tmp: tmp.write_text(json.dumps(record, indent=1) + "\n"))
+
+
+def _is_whole(path: Path, key: str) -> bool:
+    """Whether the file is there, readable and of this study."""
+    try:
+        return path.is_file() and (pq.read_schema(path).metadata or {}).get(b"geomlib_study") == key.encode()
+    except (OSError, pa.ArrowException):
+        return False
+
+
+def _write(table: pd.DataFrame, path: Path, key: str) -> None:
+    check_table(table)
+    arrow = pa.Table.from_pandas(table, preserve_index=False)
+    arrow = arrow.replace_schema_metadata({**(arrow.schema.metadata or {}), b"geomlib_study": key.encode()})
+    with _one_sentence(path.parent.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _whole(path, lambda tmp: pq.write_table(arrow, tmp, compression="zstd"))
+
+
+def _whole(path: Path, write) -> None:
+    """Write beside it, flush to disk, then rename: the file is there whole or not at all."""
+    tmp = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(tmp)
+        with open(tmp, "rb+") as handle:
+            os.fsync(handle.fileno())
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+class _one_sentence:
+    """Turns a write that fails into one sentence; what was written before is whole."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, OSError):
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            why = "the disk is full" if full else f"{error.strerror or error}"
+            raise GeomlibError(
+                f"cannot write to {self.folder}: {why}; the windows written before are kept, "
+                f"{'free some space' if full else 'mend it'} and run the same again."
+            ) from error
