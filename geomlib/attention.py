@@ -28,11 +28,13 @@ from transformers.pytorch_utils import Conv1D
 from geomlib.errors import GeomlibError
 
 NAME = "geomlib"
-BLOCK_BYTES = 16 << 20  # of attention weights handed to observers at once: large enough for fast products, small in memory
+BLOCK_BYTES = 16 << 20  # of attention weights handed to observers at once: fast products, little memory
 MAX_ROWS = 256
 
 # Passed along by the models and irrelevant here: the mask twin has already applied them, or they do not touch attention.
-_HARMLESS = {"sliding_window", "position_ids", "cache_position", "use_cache", "position_embeddings", "dropout_p"}
+_HARMLESS = {
+    "sliding_window", "position_ids", "cache_position", "use_cache", "position_embeddings", "output_hidden_states",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Block:
 
     Attributes:
         layer: index of the layer.
-        queries: positions of the rows, (query,).
+        queries: positions of the rows, (query,): the place of each row's own token among the sources.
         weights: attention weights after scaling, soft-capping, masking and softmax (and after any `intervene`), in
             float32 or better, (query head, query, source). Invisible sources have weight exactly 0. A row sums to 1,
             less the learned sink's share.
@@ -50,7 +52,8 @@ class Block:
         visible: True where the layer's mask lets the query see the source, (query, source).
         learned_sink_mass: weight taken by a learned sink (`s_aux`, as in gpt-oss), (query head, query); None without.
         batch: index in the batch. Padded queries and sources are left out, so that a padded row of a batch gives the
-            same blocks as the text alone.
+            same blocks as the text alone. Where a cache holds earlier tokens, the sources are those of the cache
+            (a sliding window's cache forgets the oldest), and its padded ones stay, never visible.
     """
 
     layer: int
@@ -122,11 +125,12 @@ def _attention_function(
     if layer is None:
         raise GeomlibError(f"{who} does not say which layer it is (no layer_idx): it cannot be measured.")
     state.layers_seen.add(layer)
-    outputs = [
-        _attend(state, layer, b, query[b], key[b], value[b], attention_mask[min(b, len(attention_mask) - 1)],
-                scaling, softcap, s_aux)
-        for b in range(len(query))
-    ]  # fmt: skip
+    with torch.autocast(query.device.type, enabled=False):  # it would compute the scores in half precision
+        outputs = [
+            _attend(state, layer, b, query[b], key[b], value[b], attention_mask[min(b, len(attention_mask) - 1)],
+                    scaling, softcap, s_aux)
+            for b in range(len(query))
+        ]  # fmt: skip
     return torch.stack(outputs).to(query.dtype), None
 
 
@@ -135,38 +139,42 @@ def _attend(state, layer, batch, query, key, value, mask, scaling, softcap, s_au
     dtype = query.dtype if query.dtype == torch.float64 else torch.float32  # scores and softmax never in half precision
     heads, rows, dim = query.shape
     kv_heads, sources = key.shape[:2]
-    bias = None
-    if mask.dtype == torch.bool:
-        visible = mask[0]
-    else:  # additive, possibly per head (ALiBi); the most negative numbers mean invisible
-        visible = mask[0] > torch.finfo(mask.dtype).min / 2
-        bias = mask
-    visible = visible[:, :sources]
+    mask, bias = mask[..., :sources], None
+    if mask.dtype != torch.bool:  # additive, possibly per head (ALiBi); the most negative numbers mean invisible
+        mask, bias = mask > torch.finfo(mask.dtype).min / 2, mask
+    visible = mask[0]
+    if len(mask) > 1 and (mask != visible).any():
+        raise GeomlibError(f"layer {layer} lets its heads see different tokens: geomlib needs one mask for all heads.")
 
     # A causal query sees itself last, so its last visible source is its position; a query that cannot see itself is padding.
     reach = visible.to(torch.uint8) * torch.arange(1, sources + 1, device=visible.device, dtype=torch.int32)
     positions = reach.amax(-1).to(torch.int64) - 1
-    if rows == sources:
-        real = positions == torch.arange(rows, device=positions.device)
-        seen = real
-        if (positions > torch.arange(rows, device=positions.device)).any():
-            raise GeomlibError(f"layer {layer} sees tokens after the query: geomlib measures causal models only.")
-    else:
-        real, seen = positions >= 0, None
+    own = torch.arange(rows, device=positions.device)
+    if rows != sources:  # a cache holds earlier tokens, and may have room for later ones
+        own += (positions - own).max()
+    if (positions > own).any():
+        raise GeomlibError(f"layer {layer} sees tokens after the query: geomlib measures causal models only.")
+    real = (positions == own) & (own >= 0)
     padded = not bool(real.all())
+    if padded and not real.any():
+        return torch.zeros(rows, heads, value.shape[-1], dtype=dtype, device=value.device)
     if padded:
-        query, visible, positions = query[:, real], visible[real], positions[real]
+        query, positions = query[:, real], positions[real]
         bias = bias[:, real] if bias is not None else None
-        if seen is not None:  # drop padded sources too: the blocks are those of the text alone
-            key, value, visible = key[:, seen], value[:, seen], visible[:, seen]
-            bias = bias[..., seen] if bias is not None else None
+        if rows == sources:  # drop padded sources too: the blocks are those of the text alone
+            if visible[:, ~real].any():
+                raise GeomlibError(f"layer {layer} hides tokens from themselves: they cannot be told from padding.")
+            key, value, visible = key[:, real], value[:, real], visible[:, real]
+            bias = bias[..., real] if bias is not None else None
             positions = torch.arange(len(positions), device=positions.device)
+        visible = visible[real]
     sources = key.shape[1]
 
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scaling = dim**-0.5 if scaling is None else scaling
     group = heads // kv_heads
-    values = value.detach().repeat_interleave(group, dim=0) if state.observers else None  # head h reads KV head h // group
+    # head h reads KV head h // group
+    values = value.detach().repeat_interleave(group, dim=0) if state.observers else None
     step = max(1, min(MAX_ROWS, BLOCK_BYTES // (4 * heads * sources)))
     outputs = []
     for start in range(0, len(positions), step):
@@ -229,7 +237,8 @@ def _cut(weights: torch.Tensor, visible: torch.Tensor, interventions: list[_Inte
         kept = above | (level & (level.cumsum(-1) <= n - above.sum(-1, keepdim=True)))
         cut = weights * kept
         if intervention.renormalize:
-            cut = cut * (weights.sum(-1, keepdim=True) / cut.sum(-1, keepdim=True))
+            tiny = torch.finfo(cut.dtype).tiny  # a learned sink may have taken everything
+            cut = cut * (weights.sum(-1, keepdim=True) / cut.sum(-1, keepdim=True).clamp_min(tiny))
         weights = cut
     return weights
 
@@ -272,10 +281,22 @@ def _hf(model) -> PreTrainedModel:
     """transformers' own model object, from it or from a geomlib Model."""
     hf = getattr(model, "hf", model)
     if not isinstance(hf, PreTrainedModel):
-        raise GeomlibError(f"{type(model).__name__} is not a transformers model: pass one, or what load_model() returns.")
+        raise GeomlibError(f"{type(model).__name__} is not a transformers model: pass one, or load_model()'s result.")
     if hf.config.is_encoder_decoder:
         raise GeomlibError(f"{type(hf).__name__} is an encoder-decoder: geomlib measures decoder language models only.")
+    if not hf.can_generate():
+        raise GeomlibError(f"{type(hf).__name__} is not a causal language model: load one with AutoModelForCausalLM.")
     return hf
+
+
+def _refuse_attentions(module: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+    """Forward pre-hook: asked for attentions, transformers would return None, and Falcon would go around geomlib."""
+    asked = kwargs.get("output_attentions")
+    if module.config.output_attentions if asked is None else asked:
+        raise GeomlibError(
+            f"{type(module).__name__} cannot return attentions (output_attentions=True) inside observe() or intervene(): "
+            "the blocks given to an observer are its weights."
+        )
 
 
 def _enter(hf: PreTrainedModel) -> _State:
@@ -293,6 +314,9 @@ def _enter(hf: PreTrainedModel) -> _State:
 
 
 def _switch(hf: PreTrainedModel, state: _State) -> None:
+    by_interface = type(hf)._can_set_attn_implementation()
+    if not by_interface and not hf._supports_sdpa:
+        raise GeomlibError(f"{type(hf).__name__} cannot be observed: it computes its attention by hand.")
     AttentionInterface.register(NAME, _attention_function)
     AttentionMaskInterface.register(NAME, _mask_twin)
     for module in hf.modules():
@@ -303,12 +327,9 @@ def _switch(hf: PreTrainedModel, state: _State) -> None:
         if module.training:
             module.training = False
             state.restore.append(lambda m=module: setattr(m, "training", True))
-    by_interface = type(hf)._can_set_attn_implementation()
-    text_configs = [hf.config, hf.config.get_text_config()]
-    configs = text_configs + [
-        m.config for m in hf.modules() if isinstance(m, PreTrainedModel) and any(m.config is c for c in text_configs)
-    ]
-    for config in {id(c): c for c in configs}.values():
+        if isinstance(module, PreTrainedModel):
+            state.restore.append(module.register_forward_pre_hook(_refuse_attentions, with_kwargs=True).remove)
+    for config in {id(c): c for c in (hf.config, hf.config.get_text_config())}.values():
         before = config._attn_implementation_internal
         # The internal field: the public setter also reaches vision towers, which are not ours to switch.
         config._attn_implementation_internal = NAME if by_interface else "sdpa"
@@ -390,6 +411,8 @@ def intervene(
         GeomlibError: wrong shape, N < 1, or a model that cannot be observed.
     """
     hf = _hf(model)
+    if hf not in _checked and id(hf) not in _states:
+        self_check(hf)
     config = hf.config.get_text_config()
     if head_mask is not None:
         head_mask = torch.as_tensor(head_mask)
@@ -400,8 +423,6 @@ def intervene(
             )
     if top_n is not None and (isinstance(top_n, bool) or int(top_n) != top_n or top_n < 1):
         raise GeomlibError(f"top_n is {top_n!r}: give a whole number of sources, 1 or more.")
-    if hf not in _checked and id(hf) not in _states:
-        self_check(hf)
     state = _enter(hf)
     intervention = _Intervention(head_mask, None if top_n is None else int(top_n), renormalize)
     state.interventions.append(intervention)
@@ -416,7 +437,8 @@ def intervene(
 
 _CHECK_LENGTH = 12
 _CHECK_ROWS_SUM = 1e-5
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # of max |logit|
+# Of max |logit|. In float64 too `eager` computes its softmax in float32.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
 @torch.no_grad()
@@ -464,7 +486,11 @@ def self_check(model) -> None:
         if isinstance(child, (torch.nn.Linear, Conv1D)) or hasattr(child, "weight")
     ]
     try:
-        own = hf(input_ids=ids, use_cache=False).logits
+        try:
+            own = hf(input_ids=ids, use_cache=False).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
         state = _enter(hf)
         state.observers.append(look)
         try:
@@ -473,8 +499,6 @@ def self_check(model) -> None:
             state.observers.remove(look)
             _leave(hf, state)
     finally:
-        for hook in hooks:
-            hook.remove()
         for module in training:
             module.training = True
     layers = config.num_hidden_layers
