@@ -27,7 +27,7 @@ _HOME = {
     "Study": "study",
     "load_table": "study",
 }
-__all__ = ["GeomlibError", *_HOME]
+__all__ = ["GeomlibError", *_HOME]  # noqa: PLE0604 (strings all the same)
 
 
 def __getattr__(name: str):

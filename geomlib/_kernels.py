@@ -50,6 +50,7 @@ def _kth_largest(a, n, k):
 @njit(cache=True, fastmath=_FAST)
 def _nested(scores, index, n, sizes, count, work, order):
     """Fill order[:sizes[count-1]] so that order[:N] is the set of the N best for every size; scores/index are consumed.
+    order has one place more than the largest size.
 
     Within a segment between two sizes the order means nothing.
     """
@@ -64,19 +65,19 @@ def _nested(scores, index, n, sizes, count, work, order):
         ties = size - above
         kept = 0
         dropped = size
-        for i in range(n):
+        dummy = len(order) - 1
+        inner = c + 1 < count  # what the largest set leaves out goes nowhere
+        for i in range(n):  # no branches: half of them would be mispredicted
             s, j = scores[i], index[i]
-            take = s > threshold
-            if s == threshold and ties > 0:
-                take = True
-                ties -= 1
-            if take:
-                scores[kept] = s
-                index[kept] = j
-                kept += 1
-            elif c + 1 < count:  # in a larger set, not in this one
-                order[dropped] = j
-                dropped += 1
+            level = (s == threshold) & (ties > 0)
+            take = (s > threshold) | level
+            ties -= level
+            scores[kept] = s
+            index[kept] = j
+            kept += take
+            leave = inner & (not take)
+            order[dropped if leave else dummy] = j
+            dropped += leave
         n = size
     for i in range(n):
         order[i] = index[i]
@@ -99,11 +100,19 @@ def _products(tiles, sums, count, first, last, products):
                 s0, s1, s2, s3, s4, s5, s6, s7 = s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]
                 v = tile[d * TILE : (d + 8) * TILE]
                 for i in range(TILE):
-                    out[i] += (
-                        (s0 * v[i] + s1 * v[i + TILE]) + (s2 * v[i + 2 * TILE] + s3 * v[i + 3 * TILE])
-                    ) + (
+                    out[i] += ((s0 * v[i] + s1 * v[i + TILE]) + (s2 * v[i + 2 * TILE] + s3 * v[i + 3 * TILE])) + (
                         (s4 * v[i + 4 * TILE] + s5 * v[i + 5 * TILE]) + (s6 * v[i + 6 * TILE] + s7 * v[i + 7 * TILE])
                     )
+
+
+@njit(cache=True, fastmath=_FAST)
+def _pairs(wrong, k0, k1, k2, k3):
+    """How many (wrong, k) pairs have wrong <= k."""
+    here = np.int32(0)
+    for j in range(len(wrong)):
+        key = wrong[j]
+        here += np.int32(key <= k0) + np.int32(key <= k1) + np.int32(key <= k2) + np.int32(key <= k3)
+    return here
 
 
 @njit(cache=True, fastmath=_FAST)
@@ -136,19 +145,23 @@ def _extremal(keys, order, size, low, high, chosen, wrong):
         wrong[false_positives] = key
         false_positives += key <= top
     false_negatives = 0
-    inversions = 0
     for r in range(size):
         key = chosen[r]
-        if key >= bottom:
-            false_negatives += 1
-            here = np.int32(0)
-            for j in range(false_positives):
-                here += np.int32(wrong[j] <= key)
-            inversions += here
+        chosen[false_negatives] = key
+        false_negatives += key >= bottom
+    inversions = 0
+    r = 0
+    while r < false_negatives:  # four selected at a time against all that are in the way
+        k0 = chosen[r]
+        k1 = chosen[r + 1] if r + 1 < false_negatives else -np.inf
+        k2 = chosen[r + 2] if r + 2 < false_negatives else -np.inf
+        k3 = chosen[r + 3] if r + 3 < false_negatives else -np.inf
+        inversions += _pairs(wrong[:false_positives], k0, k1, k2, k3)
+        r += 4
     return false_positives, false_negatives, inversions, farthest, nearest, top, bottom
 
 
-@njit(cache=True, fastmath=_FAST)
+@njit(cache=True, fastmath={"contract", "nnan"})  # not reassociated: a * a would leave float32's range, slowly
 def _keys(distance, alpha, norms, dots, length, keys):
     """What orders as the distance does: ‖y‖² - 2<y, s> = D² - ‖s‖², or -<y, s> / (‖y‖‖s‖ + 1e-12) = D - 1."""
     if distance == EUCLIDEAN:
@@ -187,7 +200,7 @@ def separability_rows(
         index = np.empty(sources, np.int32)
         ranked = np.empty(sources, weights.dtype)
         work = np.empty(sources, weights.dtype)
-        order = np.empty(largest, np.int32)
+        order = np.empty(largest + 1, np.int32)
         chosen = np.empty(largest, weights.dtype)
         wrong = np.empty(sources + 1, weights.dtype)
         keys = np.empty(sources, weights.dtype)
@@ -236,15 +249,16 @@ def separability_rows(
                 else:
                     for d in range(dim):
                         sums[c, d] = zero
+                total_here = sums[c]
                 for r in range(done, sizes[c]):
                     i = order[r]
+                    a = alpha[i]
                     if permuted:
-                        a = alpha[i] * ratio[i]
+                        a *= ratio[i]
                         i = directions[b, q, i]
-                    else:
-                        a = alpha[i]
-                    for d in range(dim):
-                        sums[c, d] += a * values[b, i, d]
+                    v = values[b, i]
+                    for d in range(len(total_here)):
+                        total_here[d] += a * v[d]
                 done = sizes[c]
             _products(tiles[b], sums, count, low // TILE, (high + TILE - 1) // TILE, products)
 

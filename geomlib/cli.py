@@ -11,7 +11,6 @@ from typer.core import TyperGroup
 from geomlib.errors import GeomlibError
 
 
-
 class _OneSentence(TyperGroup):
     """What a user can mend becomes one sentence and exit code 2; Ctrl-C says that nothing is lost."""
 
@@ -26,7 +25,13 @@ class _OneSentence(TyperGroup):
             raise typer.Exit(130) from None
 
 
-app = typer.Typer(cls=_OneSentence, no_args_is_help=True, add_completion=False, help=__doc__.split("\n")[0], pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=_OneSentence,
+    no_args_is_help=True,
+    add_completion=False,
+    help=__doc__.split("\n")[0],
+    pretty_exceptions_enable=False,
+)
 measure = typer.Typer(no_args_is_help=True, help="Measure a model on texts and write tidy tables.")
 app.add_typer(measure, name="measure")
 
@@ -55,7 +60,9 @@ class Control(StrEnum):
 
 @app.command()
 def fetch(
-    names: Annotated[list[str] | None, typer.Argument(help="Embedded models and corpora; none: the default ones.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Embedded models and corpora; none: the default ones.")
+    ] = None,
 ) -> None:
     """Fetch embedded models and corpora into the cache, check and convert them once."""
     from geomlib import corpora, models
@@ -63,7 +70,9 @@ def fetch(
     known = [*models.EMBEDDED, *corpora.EMBEDDED]
     for name in names or [DEFAULT_MODEL, *DEFAULT_CORPORA]:
         if name not in known:
-            raise GeomlibError(f"{name} is not embedded: fetch one of {', '.join(known)}, or load a hub id when you use it.")
+            raise GeomlibError(
+                f"{name} is not embedded: fetch one of {', '.join(known)}, or load a hub id when you use it."
+            )
         if name in models.EMBEDDED:
             where = models.embedded_folder(name)
         else:
@@ -105,9 +114,15 @@ def separability(
         controls=tuple(c.value for c in control), random_rankings=random_rankings, bins=bins,
     )  # fmt: skip
     table = study.run(out, progress=True)
-    shown = summary(table, "f", by=["distance", "ranking", "control", "size"])
-    typer.echo(f"Mean F_N over heads, layers and {shown['documents'].max()} documents, with 95 % intervals:")
-    typer.echo(shown.round(3).to_string(index=False))
+    table = table[table["size"] > 1]  # N = 1 says nothing: F is 1 whatever is selected
+    if len(table):
+        shown, documents = (
+            summary(table, "f", by=["distance", "ranking", "control", "size"]),
+            table["document"].nunique(),
+        )
+        what = f"{documents} documents, with 95 % intervals" if documents > 1 else "1 document"
+        typer.echo(f"Mean F_N over heads, layers and {what}:")
+        typer.echo((shown if documents > 1 else shown.drop(columns=["low", "high"])).round(3).to_string(index=False))
     typer.echo(f"Tables and study.json are in {out}.")
 
 
@@ -115,7 +130,9 @@ def separability(
 def run(
     out: Annotated[Path, typer.Option(help="Folder for the executed notebooks.")],
     chapters: Annotated[list[str] | None, typer.Option("--chapter", help="Notebook name; repeat; none: all.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="name=value of a notebook's parameter; repeat.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="name=value of a notebook's parameter; repeat.")
+    ] = None,
 ) -> None:
     """Run the book's notebooks with your own parameters; the committed ones are not touched."""
     from geomlib.notebooks import parse_settings, run_notebooks
@@ -127,7 +144,9 @@ def run(
 
 @app.command()
 def notebooks(
-    names: Annotated[list[str] | None, typer.Argument(help="Notebook names; none: those whose sources changed.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Notebook names; none: those whose sources changed.")
+    ] = None,
 ) -> None:
     """Execute the committed notebooks again, in place, with their default parameters."""
     from geomlib.notebooks import regenerate

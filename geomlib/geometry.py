@@ -115,7 +115,9 @@ def _check(weights, values, sizes, ranking, distances, visible, exclude, directi
             raise GeomlibError(f"unknown distance {name!r}: give one of {', '.join(DISTANCES)}.")
     for name, mask, shape in (("visible", visible, (queries, sources)), ("exclude", exclude, (sources,))):
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != shape):
-            raise GeomlibError(f"{name} must be a boolean tensor of shape {shape}, not {tuple(mask.shape)} {mask.dtype}.")
+            raise GeomlibError(
+                f"{name} must be a boolean tensor of shape {shape}, not {tuple(mask.shape)} {mask.dtype}."
+            )
     if directions is not None and directions.shape[-2:] != weights.shape[-2:]:
         raise GeomlibError(f"directions {tuple(directions.shape)} do not fit weights {tuple(weights.shape)}.")
     for name, tensor in (("weights", weights), ("values", values)):
@@ -236,7 +238,9 @@ def extremal(upper: torch.Tensor, lower: torch.Tensor, selected: torch.Tensor, u
     bottom, near = rest.min(dim=-1)
     false_positives = (unselected & (lower <= top[..., None])).sum(-1)
     false_negatives = (selected & (upper >= bottom[..., None])).sum(-1)
-    ahead = torch.searchsorted(rest.sort(dim=-1).values, chosen.contiguous(), right=True)  # rest at or below each chosen
+    ahead = torch.searchsorted(
+        rest.sort(dim=-1).values, chosen.contiguous(), right=True
+    )  # rest at or below each chosen
     inversions = (ahead * selected).sum(-1)
     return false_positives.double(), false_negatives.double(), inversions.double(), far, near
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import nbformat
 import papermill
 from nbclient import NotebookClient
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
 from geomlib.errors import GeomlibError
 
@@ -60,9 +61,11 @@ def parameters(notebook: Path) -> dict:
         raise GeomlibError(f"{notebook.name} has {len(cells)} cells tagged parameters: it needs exactly one.")
     found = {}
     for line in ast.parse(cells[0].source).body:
-        if not isinstance(line, ast.Assign) or not isinstance(line.targets[0], ast.Name):
-            raise GeomlibError(f"{notebook.name}: the parameters cell may hold assignments of literals only.")
-        found[line.targets[0].id] = ast.literal_eval(line.value)
+        try:
+            (name,) = line.targets
+            found[name.id] = ast.literal_eval(line.value)
+        except (AttributeError, ValueError):
+            raise GeomlibError(f"{notebook.name}: the parameters cell may hold assignments of literals only.") from None
     return found
 
 
@@ -108,6 +111,9 @@ def run_notebooks(names: list[str], values: dict, out: Path) -> list[str]:
         except papermill.PapermillExecutionError as e:
             print(f"{book.stem} failed: {e.ename}: {e.evalue}", file=sys.stderr)
             failed.append(book.stem)
+        except (DeadKernelError, CellTimeoutError) as e:  # out of memory, or of time
+            print(f"{book.stem} failed: {str(e).strip().splitlines()[0]}", file=sys.stderr)
+            failed.append(book.stem)
     return failed
 
 
@@ -123,7 +129,7 @@ def regenerate(names: list[str]) -> None:
 
     Cell ids stay, run-time metadata goes, so that a difference in git is a difference in content.
     """
-    stamps = folder().parent / ".make" / "notebooks"
+    stamps = folder().parent / ".make" / "executed"
     stamps.mkdir(parents=True, exist_ok=True)
     for book in chapters(names):
         stamp = stamps / book.stem
@@ -133,7 +139,10 @@ def regenerate(names: list[str]) -> None:
         print(f"{book.stem}: executing ...", flush=True)
         notebook = nbformat.read(book, as_version=4)
         NotebookClient(
-            notebook, timeout=_CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(folder().parent)}}
+            notebook,
+            timeout=_CELL_SECONDS,
+            kernel_name="python3",
+            resources={"metadata": {"path": str(folder().parent)}},
         ).execute()
         for cell in notebook.cells:
             cell.metadata.pop("execution", None)

@@ -70,7 +70,9 @@ class SeparabilityTable:
         _, distances, heads, _, sizes = stacked.shape
         place = (block.layer, ranking, control)
         if place not in self._sums:
-            self._sums[place] = torch.zeros(len(stacked), distances, heads, len(self.edges) - 1, sizes, dtype=torch.double)
+            self._sums[place] = torch.zeros(
+                len(stacked), distances, heads, len(self.edges) - 1, sizes, dtype=torch.double
+            )
         bins = torch.bucketize(block.queries.cpu(), torch.tensor(self.edges[1:]), right=True)
         self._sums[place].index_add_(3, bins, stacked)
 
@@ -95,7 +97,7 @@ class SeparabilityTable:
             for i, name in enumerate(METRICS):
                 columns[name] = sums[i][d, h, b, n] / count[d, h, b, n]
             parts.append(pd.DataFrame({k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in columns.items()}))
-        return pd.concat(parts, ignore_index=True)
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
 def _rows(block: Block, keep: torch.Tensor) -> Block | None:
@@ -103,4 +105,6 @@ def _rows(block: Block, keep: torch.Tensor) -> Block | None:
     if not keep.any():
         return None
     mass = None if block.learned_sink_mass is None else block.learned_sink_mass[:, keep]
-    return Block(block.layer, block.queries[keep], block.weights[:, keep], block.values, block.visible[keep], mass, block.batch)
+    return Block(
+        block.layer, block.queries[keep], block.weights[:, keep], block.values, block.visible[keep], mass, block.batch
+    )

@@ -66,12 +66,18 @@ def advantage(table: pd.DataFrame, over: str = "random", value: str = "f") -> pd
     keys += ["ranking"] if over == "magnitude" else []
     control = table[table["control"] == over].set_index(keys)[value].rename("_control")
     ranked = table[table["control"] == "none"].join(control, on=keys, how="inner")
-    kept = [c for c in ("document", "layer", "head", "query_from", "query_to", "queries", "size", "ranking", "distance")]
+    kept = [
+        c for c in ("document", "layer", "head", "query_from", "query_to", "queries", "size", "ranking", "distance")
+    ]
     return ranked[kept].assign(advantage=ranked[value] - ranked["_control"])
 
 
 def positive_share(
-    table: pd.DataFrame, value: str = "advantage", by: Sequence[str] = ("size",), replicates: int = REPLICATES, seed: int = 0
+    table: pd.DataFrame,
+    value: str = "advantage",
+    by: Sequence[str] = ("size",),
+    replicates: int = REPLICATES,
+    seed: int = 0,
 ) -> pd.DataFrame:
     """Share of query heads whose mean over documents is above zero, with its document-bootstrap interval."""
     rows = []

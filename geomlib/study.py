@@ -13,12 +13,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from geomlib.attention import observe
 from geomlib.controls import RANDOM_RANKINGS
@@ -89,6 +90,13 @@ class Study(BaseModel):
             raise ValueError("give different whole numbers N of 1 or more")
         return tuple(sorted(sizes))
 
+    @field_validator("rankings", "distances", "controls")
+    @classmethod
+    def _each_once(cls, names, info):
+        if len(set(names)) < len(names) or not (names or info.field_name == "controls"):
+            raise ValueError("give each once" if names else "give one or more")
+        return names
+
     def __init__(self, **fields):
         try:
             super().__init__(**fields)
@@ -96,7 +104,8 @@ class Study(BaseModel):
             first = e.errors()[0]
             name = ".".join(str(x) for x in first["loc"]) or "study"
             known = f"; known are {', '.join(type(self).model_fields)}" if first["type"] == "extra_forbidden" else ""
-            raise GeomlibError(f"{name} = {first['input']!r} is not usable: {first['msg']}{known}.") from None
+            why = first["msg"].removeprefix("Value error, ")
+            raise GeomlibError(f"{name} = {first['input']!r} is not usable: {why}{known}.") from None
         if min(self.sizes) >= self.length:
             raise GeomlibError(
                 f"every N of sizes {self.sizes} is at least the window's {self.length} sources, so nothing is unselected: "
@@ -117,17 +126,24 @@ class Study(BaseModel):
             GeomlibError: bad input, a folder that holds another study, a full disk, NaN in the model. What was
                 measured before stays.
         """
+        # The text first: what is wrong with it shows before a model is fetched or loaded.
+        corpus = text_corpus(self.text) if self.text else load_corpus(self.corpus, detokenise=self.detokenise)
         if model is None:
             model = load_model(self.model, revision=self.revision, dtype=self.dtype)
+        if model.name != self.model:
+            raise GeomlibError(f"the study is of {self.model} and the given model is {model.name}: give the same one.")
+        if self.dtype not in (None, str(model.dtype).removeprefix("torch.")):
+            raise GeomlibError(
+                f"the study is in {self.dtype} and the given model in {model.dtype}: load it in {self.dtype}."
+            )
         if model.max_length is not None and self.length > model.max_length:
             raise GeomlibError(f"{model.name} has {model.max_length} positions: give a length of at most that.")
-        corpus = text_corpus(self.text) if self.text else load_corpus(self.corpus, detokenise=self.detokenise)
         windows, skipped = take_windows(corpus, model.tokenizer, self.windows, self.length, self.seed)
         record = self._record(model, corpus, windows, skipped)
         folder = Path(out) if out is not None else results_root() / record["key"]
         _claim(folder, record)
         tables = folder / "separability"
-        todo = [(i, w) for i, w in enumerate(windows) if not _is_whole(tables / _file(i, w), record["key"])]
+        todo = [(i, w) for i, w in enumerate(windows) if _read(tables / _file(i, w), record["key"]) is None]
         bar = tqdm(total=len(todo) * model.layers, disable=None if progress else True, unit="layer", desc=model.name)
         with bar:
             for i, window in todo:
@@ -153,6 +169,11 @@ class Study(BaseModel):
                 f"{model.name} gives NaN or infinite numbers after its last layer ({model.layers - 1}): load it in float32."
             )
         table = recorder.table()
+        if table.empty:  # sliding windows of every layer: the length says less than they do
+            raise GeomlibError(
+                f"no query of {model.name} sees more than N of sizes {self.sizes} sources, so nothing is unselected: give "
+                f"smaller sizes."
+            )
         table.insert(0, "document", window.document)
         return table.astype({c: t for c, (t, _) in SCHEMA.items() if c in table})
 
@@ -194,7 +215,12 @@ def load_table(folder: str | Path) -> pd.DataFrame:
     files = sorted((folder / "separability").glob("*.parquet"))
     if not files:
         raise GeomlibError(f"{folder} holds no finished window yet: run the study again, it continues.")
-    table = pd.concat([pd.read_parquet(f) for f in files], ignore_index=True)
+    key = json.loads((folder / "study.json").read_text())["key"]
+    parts = [_read(f, key) for f in files]
+    for file, part in zip(files, parts, strict=True):
+        if part is None:
+            raise GeomlibError(f"{file} is damaged or of another study: remove it and run the study again.")
+    table = pd.concat(parts, ignore_index=True)
     check_table(table)
     return table
 
@@ -205,10 +231,12 @@ def check_table(table: pd.DataFrame) -> None:
     found = {c: "string" if pd.api.types.is_string_dtype(t) else str(t) for c, t in table.dtypes.items()}
     if found != expected:
         wrong = sorted(set(found.items()) ^ set(expected.items()))
-        raise GeomlibError(f"the table does not fit the schema at {wrong}: it was written by another version, run it again.")
+        raise GeomlibError(
+            f"the table does not fit the schema at {wrong}: it was written by another version, run it again."
+        )
     metrics = table[list(METRICS)]
     shares = table[["precision", "recall", "f"]]
-    if metrics.isna().any(axis=None) or not ((shares >= 0) & (shares <= 1)).all(axis=None):
+    if not np.isfinite(metrics).all(axis=None) or not ((shares >= 0) & (shares <= 1)).all(axis=None):
         raise GeomlibError("the table holds values out of range: run the study again in another folder.")
     if table.duplicated(_KEY).any():
         raise GeomlibError("the table holds rows twice: run the study again in another folder.")
@@ -227,8 +255,8 @@ def _claim(folder: Path, record: dict) -> None:
     """Write study.json, or make sure that the one there is this very study."""
     path = folder / "study.json"
     try:
-        there = json.loads(path.read_text()) if path.is_file() else None
-    except (OSError, ValueError):
+        there = dict(json.loads(path.read_text())) if path.is_file() else None
+    except (OSError, ValueError, TypeError):
         raise GeomlibError(f"{path} cannot be read: give another folder, or remove this one.") from None
     if there is not None:
         if there.get("key") != record["key"]:
@@ -243,12 +271,14 @@ def _claim(folder: Path, record: dict) -> None:
         _whole(path, lambda tmp: tmp.write_text(json.dumps(record, indent=1) + "\n"))
 
 
-def _is_whole(path: Path, key: str) -> bool:
-    """Whether the file is there, readable and of this study."""
+def _read(path: Path, key: str) -> pd.DataFrame | None:
+    """The table of one window, or None unless the file is there, whole and of this study."""
     try:
-        return path.is_file() and (pq.read_schema(path).metadata or {}).get(b"geomlib_study") == key.encode()
+        table = pq.read_table(path, page_checksum_verification=True) if path.is_file() else None
     except (OSError, pa.ArrowException):
-        return False
+        return None
+    mine = table is not None and (table.schema.metadata or {}).get(b"geomlib_study") == key.encode()
+    return table.to_pandas() if mine else None
 
 
 def _write(table: pd.DataFrame, path: Path, key: str) -> None:
@@ -257,7 +287,7 @@ def _write(table: pd.DataFrame, path: Path, key: str) -> None:
     arrow = arrow.replace_schema_metadata({**(arrow.schema.metadata or {}), b"geomlib_study": key.encode()})
     with _one_sentence(path.parent.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _whole(path, lambda tmp: pq.write_table(arrow, tmp, compression="zstd"))
+        _whole(path, lambda tmp: pq.write_table(arrow, tmp, compression="zstd", write_page_checksum=True))
 
 
 def _whole(path: Path, write) -> None:

@@ -55,7 +55,9 @@ def slow(weights, values, n, ranking="attention", distance="euclidean", visible=
     fp, fn = sum(d[j] <= rho_max for j in rest), sum(d[i] >= rho_min for i in chosen)
     p, r = n / (n + fp), (n - fn) / n
     inversions = sum(d[j] <= d[i] for i in chosen for j in rest)
-    return Separability(p, r, 2 * p * r / (p + r) if p + r else 0.0, rho_min - rho_max, inversions, fp, fn, rho_min, rho_max)
+    return Separability(
+        p, r, 2 * p * r / (p + r) if p + r else 0.0, rho_min - rho_max, inversions, fp, fn, rho_min, rho_max
+    )
 
 
 def planted(queries, sources, dim, seed, dtype=torch.float64):
@@ -99,7 +101,9 @@ def test_agrees_with_the_loop(engine, distance, ranking, masks):
     if "exclude" in masks:
         exclude = torch.arange(sources) == 30
     if masks == "directions":
-        directions = torch.stack([torch.randperm(sources, generator=torch.Generator().manual_seed(q)) for q in range(queries)])
+        directions = torch.stack(
+            [torch.randperm(sources, generator=torch.Generator().manual_seed(q)) for q in range(queries)]
+        )
     scores = torch.rand(queries, sources, generator=torch.Generator().manual_seed(9)).double()
     rule = scores if ranking == "scores" else ranking
     sizes = [1, 2, 3, 8, 16, 49, 69, 70, 200]
@@ -177,7 +181,9 @@ def test_a_visible_source_of_weight_zero_counts_and_an_invisible_one_does_not(en
 def test_excluding_is_the_same_as_removing(engine):
     weights, values = planted(6, 40, dim=8, seed=5)
     keep = torch.arange(40) != 0
-    for a, b in zip(separability(weights, values, exclude=~keep), separability(weights[:, keep], values[keep]), strict=True):
+    for a, b in zip(
+        separability(weights, values, exclude=~keep), separability(weights[:, keep], values[keep]), strict=True
+    ):
         torch.testing.assert_close(a, b, equal_nan=True)
 
 
@@ -207,6 +213,8 @@ def test_invariances_and_ranges(distance, seed, sources, dim, scale):
         "scale": (separability(weights, values * scale, sizes, distance=distance), scale),
         "rotation": (separability(weights, values @ rotation, sizes, distance=distance), 1.0),
     }
+    if distance == "cosine":
+        del same["scale"]  # the 1e-12 of its definition is not scaled along, and shows on tiny contributions
     defined = ~got.f.isnan()
     assert (defined == torch.tensor([n < sources for n in sizes])).all()
     length = 1.0 if distance == "euclidean" else 0.0
