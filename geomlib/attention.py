@@ -147,8 +147,8 @@ def _attend(state, layer, batch, query, key, value, mask, scaling, softcap, s_au
         raise GeomlibError(f"layer {layer} lets its heads see different tokens: geomlib needs one mask for all heads.")
 
     # A causal query sees itself last, so its last visible source is its position; a query that cannot see itself is padding.
-    reach = visible.to(torch.uint8) * torch.arange(1, sources + 1, device=visible.device, dtype=torch.int32)
-    positions = reach.amax(-1).to(torch.int64) - 1
+    last = sources - 1 - visible.flip(-1).to(torch.uint8).argmax(-1)
+    positions = last.masked_fill(~visible.any(-1), -1)
     own = torch.arange(rows, device=positions.device)
     if rows != sources:  # a cache holds earlier tokens, and may have room for later ones
         own += (positions - own).max()
