@@ -135,10 +135,12 @@ nbval: .make/fetch
 	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg \
 	  --nbval-cell-timeout=600 -p no:xdist $(NOTEBOOKS)
 
-# Every notebook again on another model and on another corpus, with a small profile, into runs/.
+# Every notebook again on another model and on other texts, small, into runs/.
+SMALL := --set length=128 --set windows=2 --set final_windows=2 --set random_rankings=1
 PAPERMILL_RUNS ?= \
-  $(BIN)/geomlib notebooks --run --profile small --model gemma3-270m && \
-  $(BIN)/geomlib notebooks --run --profile small --corpus django-docs
+  $(BIN)/geomlib run --out runs/check-gemma $(SMALL) --set model_name=gemma3-270m --set layer=9 --set head=2 && \
+  $(BIN)/geomlib run --out runs/check-texts $(SMALL) --set "corpora=['vital-articles-fr', 'vital-articles-es']" \
+    --set "sentence=La capitale de l'Italie est Rome, et la capitale de la France est"
 papermill: .make/fetch
 	$(PAPERMILL_RUNS)
 

@@ -142,7 +142,7 @@ def lens(python: str, name: str, length: int) -> dict:
 
     model = geomlib.load_model(name)
     ids = json.dumps(window(model, length)[0].tolist())
-    done = subprocess.run([python, "-c", LENS, str(embedded_folder(name)), ids], capture_output=True, text=True)
+    done = subprocess.run([python, "-c", LENS, str(embedded_folder(name)), ids], check=False, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr.strip()[-300:]}
 
 

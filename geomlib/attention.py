@@ -509,6 +509,11 @@ def self_check(model) -> None:
         )
     scale = float(own.abs().max().clamp(min=1e-6))
     difference = float((own - ours).abs().max()) / scale
+    if not torch.isfinite(ours).all():
+        raise GeomlibError(
+            f"{who} gives NaN or infinite numbers after the attention of its last layer ({layers - 1}): load it in float32 "
+            f"or check its weights."
+        )
     problems = []
     if not difference <= _TOLERANCE.get(own.dtype, 1e-3):
         problems.append(f"its logits change under observation (by {difference:.1e} of the largest)")

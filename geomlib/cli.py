@@ -87,6 +87,7 @@ def separability(
     revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
     corpus: Annotated[str, typer.Option(help="Embedded name or Hugging Face data set.")] = DEFAULT_CORPORA[0],
     text: Annotated[Path | None, typer.Option(help="A text, JSONL or Parquet file of your own instead.")] = None,
+    detokenise: Annotated[bool, typer.Option(help="Undo WikiText's spaced punctuation.")] = False,
     windows: Annotated[int, typer.Option(help="Number of windows, one a document.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a window, BOS included.")] = 512,
     queries: Annotated[Queries, typer.Option(help="Every query of the window, or the final one.")] = Queries.all,
@@ -108,7 +109,7 @@ def separability(
     from geomlib.study import Study
 
     study = Study(
-        model=model, revision=revision, corpus=corpus, text=None if text is None else str(text), windows=windows,
+        model=model, revision=revision, corpus=corpus, text=None if text is None else str(text), windows=windows, detokenise=detokenise,
         length=length, seed=seed, dtype=dtype, queries=queries.value, sizes=grid,
         rankings=tuple(r.value for r in ranking), distances=tuple(d.value for d in distance),
         controls=tuple(c.value for c in control), random_rankings=random_rankings, bins=bins,

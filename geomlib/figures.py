@@ -81,7 +81,7 @@ def variants(table: pd.DataFrame, seed: int = 0) -> Figure:
             label = NAMES[ranking] + (", directions permuted" if dashed else "")
             curve(axes, rows, label, _PALETTE[ranking], "s" if dashed else "o", "--" if dashed else "-")
         _doubling(axes, means["size"].unique())
-        axes.set(title=f"{distance} distance", ylim=(0, 1.03))
+        axes.set(title=f"{distance.capitalize()} distance", ylim=(0, 1.03))
     panels[0][0].set_ylabel("F$_N$, mean over heads and layers")
     panels[0][-1].legend(loc="best", fontsize="small")
     return figure

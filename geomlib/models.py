@@ -114,8 +114,12 @@ class Model:
         return shared or self.query_heads
 
     @property
-    def head_dim(self) -> int:
-        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.query_heads
+    def head_dim(self) -> int | None:
+        """Dimension of a head's value space, or None where the layers differ in it (Gemma 4)."""
+        try:
+            return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.query_heads
+        except Exception:  # transformers' own error for an attribute that varies by layer; its class is not public
+            return None
 
     @property
     def dtype(self):

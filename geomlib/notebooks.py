@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 import papermill
 from nbclient import NotebookClient
-from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 from geomlib.errors import GeomlibError
 
@@ -138,12 +138,12 @@ def regenerate(names: list[str]) -> None:
             continue
         print(f"{book.stem}: executing ...", flush=True)
         notebook = nbformat.read(book, as_version=4)
-        NotebookClient(
-            notebook,
-            timeout=_CELL_SECONDS,
-            kernel_name="python3",
-            resources={"metadata": {"path": str(folder().parent)}},
-        ).execute()
+        place = {"metadata": {"path": str(folder().parent)}}
+        try:
+            NotebookClient(notebook, timeout=_CELL_SECONDS, kernel_name="python3", resources=place).execute()
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as e:
+            last = str(e).strip().splitlines()[-1]
+            raise GeomlibError(f"{book.stem} failed ({last}): the committed notebook is as it was.") from e
         for cell in notebook.cells:
             cell.metadata.pop("execution", None)
         nbformat.write(notebook, book)

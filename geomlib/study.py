@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -208,14 +209,17 @@ def results_root() -> Path:
 
 
 def load_table(folder: str | Path) -> pd.DataFrame:
-    """The table of a study's folder, windows in order, checked against `SCHEMA`."""
+    """The table of a study's folder, windows in order, checked against `SCHEMA`; warns when windows are still missing."""
     folder = Path(folder)
     if not (folder / "study.json").is_file():
         raise GeomlibError(f"{folder} holds no study (no study.json): give the folder that a run wrote.")
     files = sorted((folder / "separability").glob("*.parquet"))
     if not files:
         raise GeomlibError(f"{folder} holds no finished window yet: run the study again, it continues.")
-    key = json.loads((folder / "study.json").read_text())["key"]
+    record = json.loads((folder / "study.json").read_text())
+    if len(files) < len(record["windows"]):
+        warnings.warn(f"{folder} holds {len(files)} of {len(record['windows'])} windows: run the study again.", stacklevel=2)
+    key = record["key"]
     parts = [_read(f, key) for f in files]
     for file, part in zip(files, parts, strict=True):
         if part is None:

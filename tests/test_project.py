@@ -274,9 +274,9 @@ def test_help_comes_within_a_second():
 def test_help_imports_nothing_heavy():
     program = (
         "import sys\n"
-        "from geomlib.cli import main\n"
+        "from geomlib.cli import app\n"
         "sys.argv = ['geomlib', '--help']\n"
-        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "try:\n    app()\nexcept SystemExit as stop:\n    assert not stop.code\n"
         "heavy = {'torch', 'transformers', 'datasets', 'pandas', 'numba', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

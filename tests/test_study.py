@@ -196,10 +196,8 @@ def test_half_precision_is_recorded_and_measured(fields, tmp_path):
     assert table["f"].between(0, 1).all()
 
 
-def test_every_architecture_goes_through_a_study(architecture, fields, tmp_path, request):
+def test_every_architecture_goes_through_a_study(architecture, fields, tmp_path):
     """Through the body of the model, without its logits: all layers and heads are there."""
-    if architecture == "gemma4":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="Model.head_dim: its layers differ in it"))
     hf = small_model(architecture)
     study = Study(**fields | {"model": architecture, "windows": 1, "length": LENGTH, "sizes": (2,), "controls": ()})
     table = study.run(tmp_path, Model(architecture, hf, make_tokenizer()))
