@@ -118,7 +118,7 @@ class Model:
         """Dimension of a head's value space, or None where the layers differ in it (Gemma 4)."""
         try:
             return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.query_heads
-        except Exception:  # transformers' own error for an attribute that varies by layer; its class is not public
+        except Exception:  # noqa: BLE001 (the error that transformers raises here has no public class)
             return None
 
     @property

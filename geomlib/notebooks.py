@@ -117,23 +117,26 @@ def run_notebooks(names: list[str], values: dict, out: Path) -> list[str]:
     return failed
 
 
+# What no output depends on.
+_NO_SOURCE = ("cli.py", "fetch.py", "notebooks.py")
+
+
 def _sources_hash(book: Path) -> str:
-    """Changes when the notebook's cells or the library do."""
+    """Changes when the notebook's cells or the library behind them do."""
     cells = [(c.cell_type, c.source) for c in nbformat.read(book, as_version=4).cells]
-    code = [p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))]
-    return hashlib.sha256(json.dumps(cells).encode() + b"".join(code)).hexdigest()
+    code = [p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py")) if p.name not in _NO_SOURCE]
+    return hashlib.sha256(json.dumps(cells).encode() + b"".join(code)).hexdigest()[:16]
 
 
 def regenerate(names: list[str]) -> None:
-    """Execute committed notebooks in place: all named, or those whose cells or library changed since last time here.
+    """Execute committed notebooks in place: all named, or those whose cells or library changed since they were executed.
 
-    Cell ids stay, run-time metadata goes, so that a difference in git is a difference in content.
+    What they were executed with stands in their metadata. Cell ids stay and run-time metadata goes, so that a difference
+    in git is a difference in content.
     """
-    stamps = folder().parent / ".make" / "executed"
-    stamps.mkdir(parents=True, exist_ok=True)
     for book in chapters(names):
-        stamp = stamps / book.stem
-        if not names and stamp.is_file() and stamp.read_text() == _sources_hash(book):
+        sources = _sources_hash(book)
+        if not names and nbformat.read(book, as_version=4).metadata.get("geomlib_sources") == sources:
             print(f"{book.stem}: up to date")
             continue
         print(f"{book.stem}: executing ...", flush=True)
@@ -146,5 +149,5 @@ def regenerate(names: list[str]) -> None:
             raise GeomlibError(f"{book.stem} failed ({last}): the committed notebook is as it was.") from e
         for cell in notebook.cells:
             cell.metadata.pop("execution", None)
+        notebook.metadata["geomlib_sources"] = sources
         nbformat.write(notebook, book)
-        stamp.write_text(_sources_hash(book))

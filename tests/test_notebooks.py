@@ -210,4 +210,3 @@ def test_a_chapter_that_fails_is_left_as_it_was(book):
     with pytest.raises(Exception, match="only 2"):
         N.regenerate(["01"])
     assert (book / "01_second.ipynb").read_bytes() == before
-    assert not (book.parent / ".make" / "executed" / "01_second").exists()
