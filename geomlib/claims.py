@@ -72,5 +72,27 @@ def c2(table: pd.DataFrame) -> Verdict:
     return Verdict("C2", statement, rule, measured, verdict)
 
 
+def direction(table: pd.DataFrame) -> str:
+    """Do the real directions help to separate, given the lengths? One sentence per distance, against the magnitude control.
+
+    "help" or "hurt" only where the 95 % interval lies on one side of 0 for every N >= 2 and every ranking.
+    """
+    pairs = advantage(table[table["size"] >= 2], over="magnitude")
+    sentences = []
+    for distance, part in pairs.groupby("distance"):
+        effect = summary(part, "advantage", by=["ranking", "size"])
+        if effect["documents"].min() < 2:
+            word = "cannot be judged on one document"
+        elif (effect["low"] > 0).all():
+            word = "help at every N"
+        elif (effect["high"] < 0).all():
+            word = "hurt at every N"
+        else:
+            word = "help at some N and not at others"
+        span = f"{effect['mean'].min():+.2f} to {effect['mean'].max():+.2f}"
+        sentences.append(f"{distance}: the real directions {word} ({span})")
+    return "\n".join(sentences)
+
+
 def _grade(good: np.ndarray) -> str:
     return "holds" if good.all() else "holds in part" if good.any() else "does not hold"

@@ -150,7 +150,7 @@ def contributions_plane(weights: torch.Tensor, values: torch.Tensor, size: int, 
         axes.add_patch(Circle((0, 0), radius.item(), fill=False, color=color, linewidth=1.8, label=label))
     axes.set(xlabel="main axis 1 of the contributions", ylabel="main axis 2", aspect="equal")
     axes.margins(0.12)
-    axes.legend(loc="lower left", fontsize="small", frameon=True)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, fontsize="small")
 
     distance = length[:, 0].numpy()
     place = np.arange(len(points))

@@ -218,7 +218,9 @@ def load_table(folder: str | Path) -> pd.DataFrame:
         raise GeomlibError(f"{folder} holds no finished window yet: run the study again, it continues.")
     record = json.loads((folder / "study.json").read_text())
     if len(files) < len(record["windows"]):
-        warnings.warn(f"{folder} holds {len(files)} of {len(record['windows'])} windows: run the study again.", stacklevel=2)
+        warnings.warn(
+            f"{folder} holds {len(files)} of {len(record['windows'])} windows: run the study again.", stacklevel=2
+        )
     key = record["key"]
     parts = [_read(f, key) for f in files]
     for file, part in zip(files, parts, strict=True):

@@ -1,9 +1,10 @@
 """Every verdict of every claim, on tables planted to deserve it."""
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from geomlib.claims import INTERMEDIATE, c1, c2
+from geomlib.claims import INTERMEDIATE, c1, c2, direction
 
 DOCUMENTS = 6
 
@@ -117,3 +118,19 @@ def test_only_attention_ranking_and_euclidean_distance_count():
     contribution = contribution[contribution["control"] == "none"].assign(ranking="contribution")
     table = pd.concat([good, other, contribution])
     assert (c1(table).verdict, c2(table).verdict) == ("holds", "holds")
+
+
+@pytest.mark.parametrize(("shift", "word"), [(0.1, "help at every N"), (-0.1, "hurt at every N"), (0.0, "at some N")])
+def test_direction_against_the_magnitude_control(shift, word):
+    rng = np.random.default_rng(0)
+    rows = []
+    for document in range(6):
+        for size in (1, 2, 8):
+            noise = rng.normal(0, 0.01)
+            for control, f in (("none", 0.5 + shift + noise), ("magnitude", 0.5)):
+                rows.append(
+                    {"document": f"d{document}", "layer": 0, "head": 0, "query_from": 0, "query_to": 8, "queries": 4,
+                     "size": size, "ranking": "attention", "distance": "cosine", "control": control, "f": f}
+                )  # fmt: skip
+    sentence = direction(pd.DataFrame(rows))
+    assert sentence.startswith("cosine: the real directions") and word in sentence
