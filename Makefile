@@ -130,9 +130,10 @@ lint: .make/environment
 unit: .make/fetch
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Every committed output against a fresh kernel. The one place that names nbval's options.
+# Every committed output against a fresh kernel and studies measured anew. The one place that names nbval's options.
 nbval: .make/fetch
-	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg \
+	rm -rf .make/results
+	GEOMLIB_RESULTS=$(CURDIR)/.make/results $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg \
 	  --nbval-cell-timeout=600 -p no:xdist $(NOTEBOOKS)
 
 # Every notebook again on another model and on other texts, small, into runs/.

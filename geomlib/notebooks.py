@@ -128,6 +128,19 @@ def _sources_hash(book: Path) -> str:
     return hashlib.sha256(json.dumps(cells).encode() + b"".join(code)).hexdigest()[:16]
 
 
+def _join_streams(cell) -> None:
+    """One output for what was printed in a row: where the kernel flushed in between is chance."""
+    joined = []
+    for output in cell.get("outputs", []):
+        last = joined[-1] if joined else {}
+        if output.output_type == "stream" and last.get("name") == output.name:
+            last["text"] += output.text
+        else:
+            joined.append(output)
+    if "outputs" in cell:
+        cell["outputs"] = joined
+
+
 def regenerate(names: list[str]) -> None:
     """Execute committed notebooks in place: all named, or those whose cells or library changed since they were executed.
 
@@ -149,5 +162,6 @@ def regenerate(names: list[str]) -> None:
             raise GeomlibError(f"{book.stem} failed ({last}): the committed notebook is as it was.") from e
         for cell in notebook.cells:
             cell.metadata.pop("execution", None)
+            _join_streams(cell)
         notebook.metadata["geomlib_sources"] = sources
         nbformat.write(notebook, book)
