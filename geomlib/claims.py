@@ -1,4 +1,5 @@
-"""The paper's claims as rules over numbers. Each rule was fixed before looking at ours, and is shown beside its number.
+"""The paper's claims as rules over numbers. The rules of C1 and C2 were fixed before looking at our tables; `direction` is
+no claim of the paper's and came after a look.
 
 Verdicts: "holds", "holds in part", "does not hold", "not testable here".
 """
@@ -10,7 +11,7 @@ import pandas as pd
 
 from geomlib.stats import REPLICATES, _bootstrap, advantage, document_means, positive_share, summary
 
-INTERMEDIATE = 32  # the largest N that counts as "sparse or intermediate" in C2: an eighth of the grid's largest N
+INTERMEDIATE = 32  # the largest N that counts as "sparse or intermediate" in C2: an eighth of the paper's largest N
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,12 @@ def c2(table: pd.DataFrame) -> Verdict:
     peak = sizes[int(np.argmax(means.mean().to_numpy()))]
     peaks = sizes[np.argmax(_bootstrap(means.to_numpy(), REPLICATES, 0), axis=1)]
     share = (peaks <= INTERMEDIATE).mean()
-    measured = f"peak at N = {peak}; at most {INTERMEDIATE} in {share:.1%} of the replicates"
+    overall = means.mean()
+    sparse = overall[sizes <= INTERMEDIATE]
+    measured = (
+        f"peak at N = {peak} ({overall.max():+.2f}); best of N <= {INTERMEDIATE}: {sparse.max():+.2f} at "
+        f"N = {sizes[int(np.argmax(sparse.to_numpy()))]}; peak at most {INTERMEDIATE} in {share:.1%} of the replicates"
+    )
     verdict = "does not hold" if peak > INTERMEDIATE else "holds" if share >= 0.95 else "holds in part"
     return Verdict("C2", statement, rule, measured, verdict)
 
@@ -75,20 +81,19 @@ def c2(table: pd.DataFrame) -> Verdict:
 def direction(table: pd.DataFrame) -> str:
     """Do the real directions help to separate, given the lengths? One sentence per distance, against the magnitude control.
 
-    "help" or "hurt" only where the 95 % interval lies on one side of 0 for every N >= 2 and every ranking.
+    Each (N >= 2, ranking) counts as helped or hurt where its 95 % interval lies on one side of 0.
     """
     pairs = advantage(table[table["size"] >= 2], over="magnitude")
     sentences = []
     for distance, part in pairs.groupby("distance"):
         effect = summary(part, "advantage", by=["ranking", "size"])
+        helped, hurt, all_ = (effect["low"] > 0).sum(), (effect["high"] < 0).sum(), len(effect)
         if effect["documents"].min() < 2:
             word = "cannot be judged on one document"
-        elif (effect["low"] > 0).all():
-            word = "help at every N"
-        elif (effect["high"] < 0).all():
-            word = "hurt at every N"
+        elif all_ in (helped, hurt):
+            word = "help at every N" if helped else "hurt at every N"
         else:
-            word = "help at some N and not at others"
+            word = f"help in {helped} of {all_} cases (N and ranking) and hurt in {hurt}"
         span = f"{effect['mean'].min():+.2f} to {effect['mean'].max():+.2f}"
         sentences.append(f"{distance}: the real directions {word} ({span})")
     return "\n".join(sentences)

@@ -14,6 +14,17 @@ from geomlib.errors import GeomlibError
 class _OneSentence(TyperGroup):
     """What a user can mend becomes one sentence and exit code 2; Ctrl-C says that nothing is lost."""
 
+    def main(self, *args, **kwargs):
+        """Typer's own complaints (an unknown option, a missing one) in one line as well."""
+        try:
+            sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}) or 0)
+        except Exception as e:
+            if not hasattr(e, "format_message"):
+                raise
+            nothing_given = type(e).__name__ == "NoArgsIsHelpError"  # its message is the help text
+            print(e.format_message() if nothing_given else f"geomlib: {e.format_message()}", file=sys.stderr)
+            sys.exit(e.exit_code)
+
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
@@ -85,10 +96,14 @@ def separability(
     out: Annotated[Path, typer.Option(help="Folder of the results; an interrupted run continues there.")],
     model: Annotated[str, typer.Option(help="Embedded name, Hugging Face id, or folder.")] = DEFAULT_MODEL,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
-    corpus: Annotated[str, typer.Option(help="Embedded name or Hugging Face data set.")] = DEFAULT_CORPORA[0],
+    corpus: Annotated[
+        str | None, typer.Option(help=f"Embedded name or Hugging Face data set; default: {DEFAULT_CORPORA[0]}.")
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="A text, JSONL or Parquet file of your own instead.")] = None,
     detokenise: Annotated[bool, typer.Option(help="Undo WikiText's spaced punctuation.")] = False,
-    windows: Annotated[int, typer.Option(help="Number of windows, one a document.")] = 8,
+    windows: Annotated[
+        int, typer.Option(help="Number of windows, one a document; of a plain text file, passages of it.")
+    ] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a window, BOS included.")] = 512,
     queries: Annotated[Queries, typer.Option(help="Every query of the window, or the final one.")] = Queries.all,
     sizes: Annotated[str, typer.Option(help="The N to measure.")] = "1,2,4,8,16,32,64,128,256",
@@ -101,15 +116,20 @@ def separability(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...; default: float32 on CPU.")] = None,
 ) -> None:
     """F_N, precision and recall of every head's top-N sources, with their controls."""
+    if text is not None and corpus is not None:
+        raise GeomlibError("both --text and --corpus are given: give one of them.")
     try:
         grid = tuple(int(n) for n in sizes.split(","))
     except ValueError:
-        raise GeomlibError(f"--sizes {sizes} is not usable: give whole numbers with commas, such as 2,8,32.") from None
+        raise GeomlibError(
+            f"--sizes {sizes!r} is not usable: give whole numbers with commas, such as 2,8,32."
+        ) from None
     from geomlib.stats import summary
     from geomlib.study import Study
 
     study = Study(
-        model=model, revision=revision, corpus=corpus, text=None if text is None else str(text), windows=windows, detokenise=detokenise,
+        model=model, revision=revision, corpus=corpus or DEFAULT_CORPORA[0], text=None if text is None else str(text), windows=windows,
+        detokenise=detokenise,
         length=length, seed=seed, dtype=dtype, queries=queries.value, sizes=grid,
         rankings=tuple(r.value for r in ranking), distances=tuple(d.value for d in distance),
         controls=tuple(c.value for c in control), random_rankings=random_rankings, bins=bins,
@@ -121,7 +141,10 @@ def separability(
             summary(table, "f", by=["distance", "ranking", "control", "size"]),
             table["document"].nunique(),
         )
-        what = f"{documents} documents, with 95 % intervals" if documents > 1 else "1 document"
+        noun = "passage" if text is not None and table["document"].str.contains("#").all() else "document"
+        what = f"{documents} {noun}s, with 95 % intervals" if documents > 1 else f"1 {noun}"
+        if documents < windows:
+            typer.echo(f"The text holds {documents} of the {windows} windows asked for.")
         typer.echo(f"Mean F_N over heads, layers and {what}:")
         typer.echo((shown if documents > 1 else shown.drop(columns=["low", "high"])).round(3).to_string(index=False))
     typer.echo(f"Tables and study.json are in {out}.")

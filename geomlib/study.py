@@ -112,8 +112,8 @@ class Study(BaseModel):
                 f"every N of sizes {self.sizes} is at least the window's {self.length} sources, so nothing is unselected: "
                 f"give smaller sizes or a larger length."
             )
-        if self.bins > self.length:
-            raise GeomlibError(f"{self.bins} bins do not fit {self.length} queries: give fewer.")
+        if self.queries == "all" and self.bins > self.length:
+            raise GeomlibError(f"{self.bins} bins do not fit {self.length} queries: give fewer bins.")
 
     def run(self, out: str | Path | None = None, model: Model | None = None, progress: bool = False) -> pd.DataFrame:
         """Measure what is not there yet and return the whole table (columns: `SCHEMA`).

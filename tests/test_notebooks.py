@@ -213,7 +213,10 @@ def test_a_chapter_that_fails_is_left_as_it_was(book):
 
 
 def test_what_is_printed_in_a_row_is_one_output(book):
-    write(book / "00_first.ipynb", "import sys, time\nprint('a', flush=True)\ntime.sleep(0.5)\nprint('b')\nprint('c', file=sys.stderr)")
+    write(
+        book / "00_first.ipynb",
+        "import sys, time\nprint('a', flush=True)\ntime.sleep(0.5)\nprint('b')\nprint('c', file=sys.stderr)",
+    )
     N.regenerate(["00"])
     outputs = nbformat.read(book / "00_first.ipynb", as_version=4).cells[-1].outputs
     assert [(o.name, o.text) for o in outputs] == [("stdout", "a\nb\n"), ("stderr", "c\n")]
