@@ -22,7 +22,8 @@ class _OneSentence(TyperGroup):
             if not hasattr(e, "format_message"):
                 raise
             nothing_given = type(e).__name__ == "NoArgsIsHelpError"  # its message is the help text
-            print(e.format_message() if nothing_given else f"geomlib: {e.format_message()}", file=sys.stderr)
+            message = e.format_message()
+            print(message if nothing_given else f"geomlib: {message.rstrip('.')}.", file=sys.stderr)
             sys.exit(e.exit_code)
 
     def invoke(self, ctx):
@@ -144,7 +145,7 @@ def separability(
         noun = "passage" if text is not None and table["document"].str.contains("#").all() else "document"
         what = f"{documents} {noun}s, with 95 % intervals" if documents > 1 else f"1 {noun}"
         if documents < windows:
-            typer.echo(f"The text holds {documents} of the {windows} windows asked for.")
+            typer.echo(f"The text holds {documents} of up to {windows} windows.")
         typer.echo(f"Mean F_N over heads, layers and {what}:")
         typer.echo((shown if documents > 1 else shown.drop(columns=["low", "high"])).round(3).to_string(index=False))
     typer.echo(f"Tables and study.json are in {out}.")

@@ -18,7 +18,14 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from geomlib.errors import GeomlibError
 
 _CELL_SECONDS = 1800
-_WORDS = {int: "whole number", float: "number", str: "text", bool: "True or False,"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "True or False",
+    list: "a list",
+    tuple: "a tuple",
+}
 
 
 def folder() -> Path:
@@ -81,7 +88,7 @@ def check_parameters(notebook: Path, values: dict) -> None:
         whole = isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool)
         if default is not None and not (same or whole):
             raise GeomlibError(
-                f"{name} = {value!r} does not fit {notebook.stem}: give a {_WORDS.get(type(default), type(default).__name__)} such as {default!r}."
+                f"{name} = {value!r} does not fit {notebook.stem}: give {_WORDS.get(type(default), 'a value')} such as {default!r}."
             )
 
 

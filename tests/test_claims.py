@@ -64,7 +64,9 @@ def test_c1_needs_most_heads():
 def test_c2_holds():
     found = c2(planted({2: 0.1, 8: 0.3, 32: 0.2, 64: 0.1}))
     assert found.verdict == "holds"
-    assert found.measured == "peak at N = 8; at most 32 in 100.0% of the replicates"
+    assert found.measured == (
+        "peak at N = 8 (+0.30); best of N <= 32: +0.30 at N = 8; peak at most 32 in 100.0% of the replicates"
+    )
 
 
 def test_c2_at_the_border():

@@ -187,7 +187,7 @@ def test_a_text_that_is_one_window(given, tmp_path):
     done = measure(tmp_path / "out", **given | {"text": tmp_path / "exact.txt", "windows": 8})
     assert (done.returncode, done.stderr) == (0, "")
     assert len(files(tmp_path / "out")) == 1
-    assert done.stdout.startswith("Mean F_N over heads, layers and 1 document:\n")
+    assert done.stdout.startswith("The text holds 1 of up to 8 windows.\nMean F_N over heads, layers and 1 passage:\n")
     assert "low" not in done.stdout and "NaN" not in done.stdout  # one document says nothing about the next
 
 
@@ -213,7 +213,7 @@ def test_text_files_that_are_none(given, tmp_path, content, sentence):
 @pytest.mark.parametrize("sizes", ["2,many", "", "1.5", "2;4"])
 def test_sizes_that_are_none(given, tmp_path, sizes):
     done = run("measure", "separability", "--out", tmp_path, "--sizes", sizes)
-    refused(done, re.escape(f"--sizes {sizes} is not usable: give whole numbers with commas"))
+    refused(done, re.escape(f"--sizes {sizes!r} is not usable: give whole numbers with commas"))
 
 
 def test_a_folder_that_holds_another_study(given, tmp_path):
@@ -230,7 +230,7 @@ def test_an_unknown_name_to_fetch():
     [
         (["colour=blue"], "has a parameter colour: known are"),
         (["colour"], "--set colour is not usable: give name=value"),
-        (["model_name=3"], "model_name = 3 does not fit .*: give a str such as"),
+        (["model_name=3"], "model_name = 3 does not fit .*: give a text such as"),
     ],
 )
 def test_settings_that_no_notebook_has(settings, sentence, tmp_path):
@@ -252,3 +252,17 @@ def test_what_typer_refuses_has_exit_code_2_and_no_traceback(arguments, tmp_path
     done = run("measure", "separability", *out, *arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and (arguments or ["--out"])[0] in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["measure", "separability"], "Missing option '--out'"),
+        (["measure", "separability", "--out", "x", "--queries", "first"], "'first' is not one of 'all', 'last'"),
+        (["measure", "separability", "--out", "x", "--windows", "2.5"], "'--windows': Input should be a valid integer"),
+        (["measure", "sepa"], "No such command 'sepa'"),
+        (["measure", "separability", "--out", "x", "--text", "a.txt", "--corpus", "b"], "give one of them"),
+    ],
+)
+def test_options_that_do_not_exist_or_fit(arguments, says):
+    refused(run(*arguments), re.escape(says))

@@ -87,14 +87,14 @@ DEFAULTS = "whole = 2\nreal = 0.5\nflag = True\ntext = 'a'\nsizes = (1, 2)\nanyt
     ("values", "sentence"),
     [
         ({"hole": 3}, "n has no parameter hole: known are whole, real, flag, text, sizes, anything"),
-        ({"whole": "3"}, "whole = '3' does not fit n: give a int such as 2"),
+        ({"whole": "3"}, "whole = '3' does not fit n: give a whole number such as 2"),
         ({"whole": 2.0}, "whole = 2.0 does not fit"),
         ({"whole": True}, "whole = True does not fit"),
         ({"whole": None}, "whole = None does not fit"),
-        ({"real": True}, "real = True does not fit n: give a float such as 0.5"),
+        ({"real": True}, "real = True does not fit n: give a number such as 0.5"),
         ({"real": "1"}, "real = '1' does not fit"),
-        ({"flag": 1}, "flag = 1 does not fit n: give a bool such as True"),
-        ({"text": 3}, "text = 3 does not fit n: give a str such as 'a'"),
+        ({"flag": 1}, "flag = 1 does not fit n: give True or False such as True"),
+        ({"text": 3}, "text = 3 does not fit n: give a text such as 'a'"),
         ({"sizes": [1, 2]}, "does not fit n: give a tuple such as"),
     ],
 )
