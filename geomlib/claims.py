@@ -1,5 +1,5 @@
-"""The paper's claims as rules over numbers. The rules of C1 and C2 were fixed before looking at our tables; `direction` is
-no claim of the paper's and came after a look.
+"""The paper's claims as rules over numbers. The rules of C1 and C2 were written before our tables were made, after the
+means of one window had been seen; `direction` is no claim of the paper's and came after a look at the tables.
 
 Verdicts: "holds", "holds in part", "does not hold", "not testable here".
 """
