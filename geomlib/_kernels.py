@@ -1,8 +1,9 @@
-"""The fused CPU kernel of `geomlib.geometry`: one pass over each query's sources for all sizes and distances.
+"""The fused CPU kernels of `geomlib.geometry` and `geomlib.bounds`: one pass over each query's sources for all sizes.
 
 Per query row: nested selection of the N best sources by quickselect (ties to the lower index), the sums s_N in
 segments of the nested sets, all products <v_i, s_N> in tiles that stay in cache, and the counts. No array of
-(query, size, source) is ever written to memory. The same definitions in plain torch are in `geometry.py`.
+(query, size, source) is ever written to memory. The same definitions in plain torch are in those two modules. All kernels
+share this file because numba's cache does not notice when a function imported from another one changes.
 """
 
 import numpy as np
@@ -116,8 +117,31 @@ def _pairs(wrong, k0, k1, k2, k3):
 
 
 @njit(cache=True, fastmath=_FAST)
-def _extremal(keys, order, size, low, high, chosen, wrong):
-    """FP, FN and inversions from keys; keys of non-candidates must be +inf. Overwrites keys of the selected.
+def _least(keys):
+    n = len(keys) // 8 * 8
+    k0 = k1 = k2 = k3 = k4 = k5 = k6 = k7 = keys[0]
+    for i in range(0, n, 8):  # the compiler does not do this by itself
+        k = keys[i : i + 8]
+        k0, k1, k2, k3 = min(k0, k[0]), min(k1, k[1]), min(k2, k[2]), min(k3, k[3])
+        k4, k5, k6, k7 = min(k4, k[4]), min(k5, k[5]), min(k6, k[6]), min(k7, k[7])
+    least = min(min(min(k0, k1), min(k2, k3)), min(min(k4, k5), min(k6, k7)))
+    for i in range(n, len(keys)):
+        least = min(least, keys[i])
+    return least
+
+
+@njit(cache=True, fastmath=_FAST)
+def _at_most(keys, bound):
+    count = np.int32(0)
+    for i in range(len(keys)):
+        count += np.int32(keys[i] <= bound)
+    return count
+
+
+@njit(cache=True, fastmath=_FAST)
+def _extremal(keys, order, size, low, high, chosen, wrong, pairs):
+    """FP, FN and inversions from keys; keys of non-candidates must be +inf. Overwrites keys of the selected. The keys may
+    be bounds: upper ones of the selected, lower ones of the rest. Without `pairs`, FP and FN only.
 
     Returns (FP, FN, inversions, farthest selected, nearest unselected, their keys).
     """
@@ -131,9 +155,12 @@ def _extremal(keys, order, size, low, high, chosen, wrong):
         if key > top:
             top = key
             farthest = i
-    bottom = keys[low]
-    for i in range(low, high):
-        bottom = min(bottom, keys[i])
+    bottom = _least(keys[low:high])
+    if not pairs:
+        false_negatives = 0
+        for r in range(size):
+            false_negatives += chosen[r] >= bottom
+        return _at_most(keys[low:high], top), false_negatives, 0, farthest, -1, top, bottom
     nearest = low
     while keys[nearest] != bottom:
         nearest += 1
@@ -281,7 +308,9 @@ def separability_rows(
                             if not seen[i]:
                                 keys[i] = np.inf
                     size = sizes[c]
-                    fp, fn, inversions, far, near, top, bottom = _extremal(keys, order, size, low, high, chosen, wrong)
+                    fp, fn, inversions, far, near, top, bottom = _extremal(
+                        keys, order, size, low, high, chosen, wrong, True
+                    )
                     if distances[m] == EUCLIDEAN:
                         # From the vectors, not from the key: k + ‖s‖² cancels where a selected source lies near s.
                         far_a, near_a = alpha[far], alpha[near]
@@ -364,3 +393,371 @@ def row_seeds(base, layer, rows, draw, seeds):
             state = _mix(state + np.uint64(h + 1) * _STEP)
             state = _mix(state + np.uint64(rows[r] + 1) * _STEP)
             seeds[h, r] = _mix(state + np.uint64(draw + 1) * _STEP)
+
+
+# --- certificates -----------------------------------------------------------------------------------------------------
+
+# What `certificate_rows` computes for each query and size, in this order; then the sketches and the combined one.
+EXACT, CONSTANT_NORM, GLOBAL, QUANTILE, ROWWISE = 0, 1, 3, 5, 7  # from CONSTANT_NORM on: sink-aware, then agnostic
+SKETCHES = 9
+_STEPS = 1000  # of the quantiles' grid, per unit of cosine
+
+
+@njit(cache=True)
+def pair_intervals(cosines, low, high, tail, out):
+    """Intervals of the cosines among the sources low[r]..high[r]-1, for each row r; low and high must not fall.
+
+    out: (row, 8): least and greatest cosine of pairs without source 0, then of source 0 with the others; the same for
+    the quantiles `tail` and 1 - `tail`, outward to 1 / _STEPS. Where there is no such pair: 0.
+    """
+    rows = len(low)
+    out[:] = 0.0
+    end = high[rows - 1]
+    # Least and greatest cosine of j with any source from l to j - 1, while l goes down.
+    least = np.full(end, np.inf)
+    greatest = np.full(end, -np.inf)
+    r = rows - 1
+    for l in range(end - 2, max(low[0], 1) - 1, -1):
+        for j in range(l + 1, end):
+            c = cosines[l, j]
+            least[j] = min(least[j], c)
+            greatest[j] = max(greatest[j], c)
+        last = r
+        while r >= 0 and max(low[r], 1) >= l:
+            r -= 1
+        small, large, j = np.inf, -np.inf, l + 1
+        for s in range(r + 1, last + 1):  # rows that begin here, and those that begin too late to have a pair
+            if max(low[s], 1) == l:
+                while j < high[s]:
+                    small, large = min(small, least[j]), max(large, greatest[j])
+                    j += 1
+                if small <= large:
+                    out[s, 0], out[s, 1] = small, large
+    small, large, j = np.inf, -np.inf, 1
+    for s in range(rows):
+        if low[s] == 0:
+            while j < high[s]:
+                small, large = min(small, cosines[0, j]), max(large, cosines[0, j])
+                j += 1
+            if small <= large:
+                out[s, 2], out[s, 3] = small, large
+
+    pairs = np.zeros(2 * _STEPS + 1, np.int64)
+    sink = np.zeros(2 * _STEPS + 1, np.int64)
+    count, count_sink, first, end = 0, 0, max(low[0], 1), max(low[0], 1)
+    for s in range(rows):
+        while end < high[s]:
+            for i in range(first, end):
+                pairs[_step(cosines[i, end])] += 1
+            count += end - first
+            if low[0] == 0:
+                sink[_step(cosines[0, end])] += 1
+                count_sink += 1
+            end += 1
+        while first < max(low[s], 1):
+            for i in range(first + 1, end):
+                pairs[_step(cosines[first, i])] -= 1
+            count -= end - first - 1
+            first += 1
+        out[s, 4], out[s, 5] = _quantiles(pairs, count, tail)
+        if low[s] == 0:
+            out[s, 6], out[s, 7] = _quantiles(sink, count_sink, tail)
+
+
+@njit(cache=True, inline="always")
+def _step(cosine):
+    return min(max(int(np.floor((np.float64(cosine) + 1.0) * _STEPS)), 0), 2 * _STEPS)
+
+
+@njit(cache=True)
+def _quantiles(counts, total, tail):
+    if total == 0:
+        return 0.0, 0.0
+    outside = int(np.floor(tail * total))
+    below, step = 0, 0
+    while below + counts[step] <= outside:
+        below += counts[step]
+        step += 1
+    above, last = 0, len(counts) - 1
+    while above + counts[last] <= outside:
+        above += counts[last]
+        last -= 1
+    return step / _STEPS - 1.0, (last + 1) / _STEPS - 1.0
+
+
+# In the loops below a choice is a product with 1 or 0: exact for finite numbers, and the compiler vectorises it, which it
+# does not with min, max or a branch. `taken` is 1 for the selected and 0 for the rest.
+
+
+@njit(cache=True, fastmath={"contract", "nnan"})
+def _bounded_keys(a, taken, mean, own, others, sink, total, guard, low, keys):
+    """Upper keys of the selected and lower keys of the rest from cosines known up to intervals (THEORY section 4).
+
+    mean[i]: the end of the interval of i with the selected other than the sink; own[i]: of i with the sink; others: sum
+    of the magnitudes of the selected without the sink; sink: its magnitude if selected, else 0; total: both. All arrays
+    begin at source `low`. guard: outward rounding.
+    """
+    tiny = np.finfo(keys.dtype).tiny
+    one, two = keys.dtype.type(1), keys.dtype.type(2)
+    for i in range(len(keys)):
+        x = a[i]
+        keys[i] = (one - two * taken[i]) * (x * x - (guard * x * (x + total) + tiny)) - two * x * (
+            mean[i] * (others - taken[i] * x) + own[i] * sink
+        )
+    if low == 0:  # the sink has all the others as partners, and not itself
+        x = a[0]
+        keys[0] = (one - two * taken[0]) * (x * x - (guard * x * (x + total) + tiny)) - two * x * (mean[0] * others)
+
+
+@njit(cache=True, fastmath=_FAST)
+def _narrow(row, least, greatest):
+    one = row.dtype.type(1)
+    for i in range(len(row)):
+        x = row[i]
+        below, above = row.dtype.type(x < least[i]), row.dtype.type(x > greatest[i])
+        least[i] = x * below + least[i] * (one - below)
+        greatest[i] = x * above + greatest[i] * (one - above)
+
+
+@njit(cache=True, fastmath=_FAST)
+def _choose(taken, if_taken, otherwise, out):
+    one = out.dtype.type(1)
+    for i in range(len(out)):
+        out[i] = if_taken * taken[i] + otherwise * (one - taken[i])
+
+
+@njit(cache=True, fastmath=_FAST)
+def _row_ends(taken, least, greatest, out):
+    """The end that each source needs of its interval; 0 where it has no partner (ends are beyond 1)."""
+    one, limit = out.dtype.type(1), out.dtype.type(1.5)
+    for i in range(len(out)):
+        end = least[i] * taken[i] + greatest[i] * (one - taken[i])
+        out[i] = end * out.dtype.type(abs(end) < limit)
+
+
+@njit(cache=True, fastmath=_FAST)
+def _outer(taken, other, ends):
+    """Where `other` is further out (below for the selected, above for the rest), take it."""
+    one, two = ends.dtype.type(1), ends.dtype.type(2)
+    for i in range(len(ends)):
+        sign = one - two * taken[i]
+        out = ends.dtype.type(sign * other[i] > sign * ends[i])
+        ends[i] = other[i] * out + ends[i] * (one - out)
+
+
+@njit(cache=True, fastmath={"contract", "nnan"})
+def _sketch_keys(a, taken, exact, dots, left, beyond, total, guard, keys):
+    """The selected exactly; of the rest <v_j, s_N> at most what its coordinates give and, beyond them, Cauchy-Schwarz."""
+    tiny = np.finfo(keys.dtype).tiny
+    one, two = keys.dtype.type(1), keys.dtype.type(2)
+    for i in range(len(keys)):
+        x = a[i]
+        edge = guard * x * (x + total) + tiny
+        most = x * (x - two * (dots[i] + left[i] * beyond)) - edge
+        keys[i] = (exact[i] + edge) * taken[i] + most * (one - taken[i])
+
+
+@njit(cache=True, fastmath=_FAST)
+def _add_multiple(row, factor, to):
+    for i in range(len(row)):
+        to[i] += row[i] * factor
+
+
+@njit(cache=True, parallel=True, fastmath=_FAST)
+def certificate_rows(
+    weights, values, tiles, norms, cosines, visible, sizes, intervals, ratio, basis, coordinates, residuals, ranks,
+    guard, out, inversions,
+):  # fmt: skip
+    """Exact counts and every certificate for query heads that share their values.
+
+    Args:
+        weights: (head, query, source); values: (source, dim) and tiles, padded as `separability_rows` takes them;
+        norms: (source,); cosines: (source, source); visible: (query, source); sizes: ascending;
+        intervals: of `pair_intervals`, (query, 8); ratio: the sink's norm over the mean of the others, (query,);
+        basis: (2, rank, dim) orthonormal directions, sink-aware and agnostic; coordinates: of the unit values in them,
+        (2, rank, source); residuals: (2, ranks, source) length of a unit value beyond the first ranks[k] directions;
+        guard: relative outward rounding per (N + dim + 8), see `bounds`;
+        out: float64 (level, head, query, size, 5): precision, recall, F, 1 where these do not exceed the exact ones, 1
+        where F = 1 is certified; inversions: float64 (head, query, size).
+    """
+    heads, queries, sources = weights.shape
+    dim = values.shape[1]
+    count_all = len(sizes)
+    largest = sizes[count_all - 1]
+    tasks = (queries + _ROWS - 1) // _ROWS
+    kind = weights.dtype.type
+    zero = kind(0)
+    for task in prange(heads * tasks):
+        h = task // tasks
+        first = (task % tasks) * _ROWS
+        index = np.empty(sources, np.int32)
+        ranked = np.empty(sources, weights.dtype)
+        work = np.empty(sources, weights.dtype)
+        order = np.empty(largest + 1, np.int32)
+        chosen = np.empty(largest, weights.dtype)
+        wrong = np.empty(sources + 1, weights.dtype)
+        keys = np.empty(sources, weights.dtype)
+        exact = np.empty(sources, weights.dtype)
+        tight = np.empty(sources, weights.dtype)
+        a = np.empty(sources, weights.dtype)
+        constant = np.empty(sources, weights.dtype)
+        least = np.empty(sources, weights.dtype)
+        greatest = np.empty(sources, weights.dtype)
+        mean = np.empty(sources, weights.dtype)
+        own = np.empty(sources, weights.dtype)
+        taken = np.empty(sources, weights.dtype)
+        sums = np.zeros((count_all, dim), weights.dtype)
+        products = np.empty((count_all, tiles.shape[0] * TILE), weights.dtype)
+        for q in range(first, min(first + _ROWS, queries)):
+            alpha = weights[h, q]
+            seen = visible[q]
+            total = 0
+            for i in range(sources):
+                index[total] = i
+                total += seen[i]
+            count = 0
+            while count < count_all and sizes[count] < total:
+                count += 1
+            out[:, h, q, count:] = np.nan
+            inversions[h, q, count:] = np.nan
+            if count == 0:
+                continue
+            low, high = index[0], index[total - 1] + 1
+            holes = high - low != total
+            has_sink = low == 0
+            for j in range(total):
+                ranked[j] = alpha[index[j]]
+            _nested(ranked, index, total, sizes, count, work, order)
+            for i in range(low, high):
+                a[i] = alpha[i] * norms[i]
+                constant[i] = alpha[i]
+                least[i] = 2
+                greatest[i] = -2
+                taken[i] = zero
+            done = 0
+            for c in range(count):
+                if c > 0:
+                    sums[c] = sums[c - 1]
+                else:
+                    sums[c] = zero
+                s = sums[c]
+                for r in range(done, sizes[c]):
+                    k = order[r]
+                    v = values[k]
+                    for d in range(dim):
+                        s[d] += alpha[k] * v[d]
+                done = sizes[c]
+            _products(tiles, sums, count, low // TILE, (high + TILE - 1) // TILE, products)
+
+            done = 0
+            for c in range(count):
+                size, s = sizes[c], sums[c]
+                for r in range(done, size):
+                    k = order[r]
+                    taken[k] = 1
+                    if k != 0 or not has_sink:
+                        _narrow(cosines[k, low:high], least[low:high], greatest[low:high])
+                done = size
+                others, others_constant = 0.0, 0.0
+                for r in range(size):
+                    k = order[r]
+                    others += a[k]
+                    others_constant += alpha[k]
+                sink = 0.0
+                if has_sink and taken[0] > 0:
+                    sink = np.float64(a[0])
+                    others = max(others - a[0], 0.0) if size > 1 else 0.0
+                    others_constant = max(others_constant - alpha[0], 0.0) if size > 1 else 0.0
+                whole = kind(others + sink)
+                slack = kind(guard * (size + dim + 8))
+
+                _keys(EUCLIDEAN, alpha[low:high], norms[low:high], products[c, low:high], zero, exact[low:high])
+                length = 0.0
+                rank = 0
+                exact_fp, exact_fn = 0, 0
+                for level in range(len(out)):
+                    if level == EXACT:
+                        keys[low:high] = exact[low:high]
+                    elif level < SKETCHES:
+                        aware = level % 2 == 1
+                        magnitudes = constant if level < GLOBAL else a
+                        rest, edge, sums_to = kind(others), kind(sink), whole
+                        if level < GLOBAL:
+                            rest = kind(others_constant)
+                            if has_sink:
+                                constant[0] = alpha[0] * kind(ratio[q]) if aware else alpha[0]
+                                edge = constant[0] if taken[0] > 0 else zero
+                            sums_to = rest + edge
+                        if level < ROWWISE:
+                            at = 0 if level < QUANTILE else 4
+                            mu_low, mu_high = kind(intervals[q, at]), kind(intervals[q, at + 1])
+                            own_low, own_high = kind(intervals[q, at + 2]), kind(intervals[q, at + 3])
+                            if has_sink and not aware:
+                                mu_low, mu_high = min(mu_low, own_low), max(mu_high, own_high)
+                                own_low, own_high = mu_low, mu_high
+                            _choose(taken[low:high], mu_low, mu_high, mean[low:high])
+                            _choose(taken[low:high], own_low, own_high, own[low:high])
+                            if has_sink:
+                                mean[0] = own[0]
+                        else:
+                            _row_ends(taken[low:high], least[low:high], greatest[low:high], mean[low:high])
+                            if has_sink:
+                                own[low:high] = cosines[0, low:high]
+                                if not aware and taken[0] > 0:
+                                    if size == 1:  # the sink is the only partner of the others
+                                        mean[1:high] = own[1:high]
+                                    else:
+                                        _outer(taken[1:high], own[1:high], mean[1:high])
+                                    own[1:high] = mean[1:high]
+                            else:
+                                own[low:high] = zero
+                        _bounded_keys(
+                            magnitudes[low:high], taken[low:high], mean[low:high], own[low:high], rest, edge, sums_to,
+                            slack, low, keys[low:high],
+                        )  # fmt: skip
+                        if level == ROWWISE:
+                            tight[low:high] = keys[low:high]
+                    elif level == len(out) - 1:
+                        keys[low:high] = tight[low:high]
+                    else:  # the selected exactly, the rest in a few coordinates and by Cauchy-Schwarz beyond them
+                        way, k = 0, level - SKETCHES
+                        if k >= len(ranks):  # agnostic; rank 0 is the same both ways and stands in the first way only
+                            way, k = 1, k - len(ranks) + (ranks[0] == 0)
+                        if level == SKETCHES or level == SKETCHES + len(ranks):
+                            work[low:high] = zero
+                            rank = 0
+                            length = 0.0
+                            for d in range(dim):
+                                length += np.float64(s[d]) * np.float64(s[d])
+                        for e in range(rank, ranks[k]):
+                            along = 0.0
+                            for d in range(basis.shape[2]):
+                                along += basis[way, e, d] * np.float64(s[d])
+                            length -= along * along
+                            _add_multiple(coordinates[way, e, low:high], kind(along), work[low:high])
+                        rank = ranks[k]
+                        beyond = kind(np.sqrt(max(length, 0.0)))
+                        left = residuals[way, k]
+                        _sketch_keys(
+                            a[low:high], taken[low:high], exact[low:high], work[low:high], left[low:high], beyond, whole,
+                            slack, keys[low:high],
+                        )  # fmt: skip
+                        if level == SKETCHES:  # combined: the tighter of this and of rowwise
+                            # Tighter: lower for the selected, higher for the rest; so is what `_outer` calls further out.
+                            _outer(taken[low:high], keys[low:high], tight[low:high])
+                    if holes:
+                        for i in range(low, high):
+                            if not seen[i]:
+                                keys[i] = np.inf
+                    fp, fn, pairs, _, _, _, _ = _extremal(keys, order, size, low, high, chosen, wrong, level == EXACT)
+                    if level == EXACT:
+                        exact_fp, exact_fn = fp, fn
+                        inversions[h, q, c] = pairs
+                    precision = size / (size + fp)
+                    recall = (size - fn) / size
+                    both = precision + recall
+                    out[level, h, q, c, 0] = precision
+                    out[level, h, q, c, 1] = recall
+                    out[level, h, q, c, 2] = 2 * precision * recall / both if both > 0 else 0.0
+                    out[level, h, q, c, 3] = 1.0 if fp >= exact_fp and fn >= exact_fn else 0.0
+                    out[level, h, q, c, 4] = 1.0 if fp == 0 and fn == 0 else 0.0

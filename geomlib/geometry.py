@@ -137,10 +137,7 @@ def _on_cpu(weights, values, sizes, ranking, distances, candidates, directions) 
     else:
         code = _kernels.BY_ATTENTION if ranking == "attention" else _kernels.BY_CONTRIBUTION
         scores = none.astype(weights.numpy().dtype)
-    batch, sources, dim = values.shape
-    tile = _kernels.TILE
-    padded = torch.nn.functional.pad(values, (0, -dim % 8, 0, -sources % tile))
-    tiles = padded.view(batch, -1, tile, padded.shape[-1]).transpose(2, 3).reshape(batch, -1, tile * padded.shape[-1])
+    padded, tiles = tiles_of(values)
     out = np.empty((len(distances), *weights.shape[:2], len(sizes), _kernels.METRICS))
     _kernels.separability_rows(
         weights.contiguous().numpy(),
@@ -157,6 +154,17 @@ def _on_cpu(weights, values, sizes, ranking, distances, candidates, directions) 
         out,
     )
     return torch.from_numpy(out)
+
+
+def tiles_of(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values (batch, source, dim) as the kernels take them: padded with zeros to whole tiles and a multiple of 8
+    dimensions; and packed, (batch, tile, dim x TILE)."""
+    from geomlib._kernels import TILE
+
+    batch, sources, dim = values.shape
+    padded = torch.nn.functional.pad(values, (0, -dim % 8, 0, -sources % TILE))
+    tiles = padded.view(batch, -1, TILE, padded.shape[-1]).transpose(2, 3)
+    return padded, tiles.reshape(batch, -1, TILE * padded.shape[-1])
 
 
 def _in_torch(weights, values, sizes, ranking, distances, candidates, directions) -> torch.Tensor:
@@ -219,13 +227,16 @@ def _rows_in_torch(weights, values, sizes, ranking, distances, candidates, direc
     return out
 
 
-def extremal(upper: torch.Tensor, lower: torch.Tensor, selected: torch.Tensor, unselected: torch.Tensor):
+def extremal(
+    upper: torch.Tensor, lower: torch.Tensor, selected: torch.Tensor, unselected: torch.Tensor, inversions: bool = True
+):
     """False positives, false negatives and inversions of keys, by the one definition of this package.
 
     Args:
         upper: keys (or upper bounds on them) of the selected, (..., source).
         lower: keys (or lower bounds on them) of the unselected, (..., source).
         selected, unselected: boolean, (..., source); neither empty.
+        inversions: False: do not count them (they need a sort), give 0.
 
     Returns:
         false_positives = #{unselected j: lower_j <= max upper}, false_negatives = #{selected i: upper_i >= min lower},
@@ -238,11 +249,10 @@ def extremal(upper: torch.Tensor, lower: torch.Tensor, selected: torch.Tensor, u
     bottom, near = rest.min(dim=-1)
     false_positives = (unselected & (lower <= top[..., None])).sum(-1)
     false_negatives = (selected & (upper >= bottom[..., None])).sum(-1)
-    ahead = torch.searchsorted(
-        rest.sort(dim=-1).values, chosen.contiguous(), right=True
-    )  # rest at or below each chosen
-    inversions = (ahead * selected).sum(-1)
-    return false_positives.double(), false_negatives.double(), inversions.double(), far, near
+    pairs = torch.zeros_like(false_positives)
+    if inversions:  # rest at or below each chosen
+        pairs = (torch.searchsorted(rest.sort(dim=-1).values, chosen.contiguous(), right=True) * selected).sum(-1)
+    return false_positives.double(), false_negatives.double(), pairs.double(), far, near
 
 
 def prf(size, false_positives: torch.Tensor, false_negatives: torch.Tensor) -> tuple[torch.Tensor, ...]:

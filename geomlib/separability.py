@@ -8,19 +8,40 @@ import torch
 from geomlib.attention import Block
 from geomlib.controls import RANDOM_RANKINGS, random_directions, random_scores
 from geomlib.geometry import SIZES, Separability, separability
+from geomlib.tables import BinnedMeans
 
 CONTROLS = ("random", "magnitude")
 METRICS = Separability._fields
+
+SCHEMA: dict[str, tuple[str, str]] = {
+    "document": ("string", "id of the document the window was taken from"),
+    "layer": ("int16", "layer, from 0"),
+    "head": ("int16", "query head, from 0"),
+    "query_from": ("int32", "first query position of the bin"),
+    "query_to": ("int32", "one past its last query position"),
+    "queries": ("int32", "queries of the bin that see more than `size` sources; all means are over these"),
+    "size": ("int32", "N, the number of selected sources"),
+    "ranking": ("string", "attention, contribution, or random"),
+    "distance": ("string", "euclidean or cosine"),
+    "control": ("string", "none (the ranked sets themselves), random, or magnitude (directions permuted)"),
+    "precision": ("float64", "mean of N / (N + false positives)"),
+    "recall": ("float64", "mean of (N - false negatives) / N"),
+    "f": ("float64", "mean of F_N, the harmonic mean of the two"),
+    "margin": ("float64", "mean of rho_min - rho_max, in units of the value states (cosine: dimensionless)"),
+    "inversions": ("float64", "mean number of (selected, unselected) pairs in the wrong order"),
+    "false_positives": ("float64", "mean number of unselected sources within rho_max"),
+    "false_negatives": ("float64", "mean number of selected sources at or beyond rho_min"),
+    "rho_min": ("float64", "mean distance of the nearest unselected source to the aggregate"),
+    "rho_max": ("float64", "mean distance of the farthest selected source to the aggregate"),
+}
 
 
 class SeparabilityTable:
     """Observer: means of all nine metrics per layer, query head, query bin, size, ranking, distance and control.
 
     Args:
-        length: tokens of the window.
-        queries: "all" (every query of the window, in `bins` equal bins of position) or "last" (the final one, the
-            paper's protocol).
-        sizes, rankings, distances: as `geometry.separability` takes them.
+        length, queries, sizes, bins: as `tables.BinnedMeans` takes them.
+        rankings, distances: as `geometry.separability` takes them.
         controls: any of "random" (mean over `random_rankings` nested random rankings per query) and "magnitude".
         key: names the run and the text; decides the random draws.
 
@@ -40,19 +61,16 @@ class SeparabilityTable:
         bins: int = 8,
         key: str = "",
     ):
-        self.length, self.queries, self.sizes, self.key = length, queries, tuple(sizes), key
+        self.means = BinnedMeans(length, queries, sizes, bins)
         self.rankings, self.distances, self.controls = tuple(rankings), tuple(distances), tuple(controls)
-        self.random_rankings = random_rankings
-        self.edges = [length - 1, length] if queries == "last" else [round(i * length / bins) for i in range(bins + 1)]
-        self._sums: dict[tuple[int, str, str], torch.Tensor] = {}
+        self.random_rankings, self.key = random_rankings, key
 
     def __call__(self, block: Block) -> None:
-        if self.queries == "last":
-            block = _rows(block, block.queries == self.length - 1)
-            if block is None:
-                return
+        block = self.means.rows(block)
+        if block is None:
+            return
         weights, values, visible = block.weights, block.values, block.visible
-        common = {"sizes": self.sizes, "distance": self.distances, "visible": visible}
+        common = {"sizes": self.means.sizes, "distance": self.distances, "visible": visible}
         for ranking in self.rankings:
             self._add(block, ranking, "none", separability(weights, values, ranking=ranking, **common))
             if "magnitude" in self.controls:
@@ -62,49 +80,12 @@ class SeparabilityTable:
         if "random" in self.controls:
             for draw in range(self.random_rankings):
                 found = separability(weights, values, ranking=random_scores(block, self.key, draw), **common)
-                self._add(block, "random", "random", found)
+                self._add(block, "random", "random", found, self.random_rankings)
 
-    def _add(self, block: Block, ranking: str, control: str, found: Separability) -> None:
-        """Add a block to the running sums, (metric and count, distance, query head, bin, size)."""
-        stacked = torch.stack([*found, (~found.f.isnan()).double()]).nan_to_num(0.0).cpu()
-        _, distances, heads, _, sizes = stacked.shape
-        place = (block.layer, ranking, control)
-        if place not in self._sums:
-            self._sums[place] = torch.zeros(
-                len(stacked), distances, heads, len(self.edges) - 1, sizes, dtype=torch.double
-            )
-        bins = torch.bucketize(block.queries.cpu(), torch.tensor(self.edges[1:]), right=True)
-        self._sums[place].index_add_(3, bins, stacked)
+    def _add(self, block: Block, ranking: str, control: str, found: Separability, draws: int = 1) -> None:
+        for distance, metrics in zip(self.distances, torch.stack(found, dim=1), strict=True):
+            self.means.add(block, {"ranking": ranking, "distance": distance, "control": control}, metrics, draws)
 
     def table(self) -> pd.DataFrame:
-        """The tidy table of what was observed so far: one row per combination, means over the queries of the bin."""
-        parts = []
-        for (layer, ranking, control), sums in self._sums.items():
-            count = sums[-1]
-            d, h, b, n = count.nonzero(as_tuple=True)
-            draws = self.random_rankings if control == "random" else 1
-            columns = {
-                "layer": layer,
-                "head": h,
-                "query_from": torch.tensor(self.edges)[b],
-                "query_to": torch.tensor(self.edges)[b + 1],
-                "queries": (count[d, h, b, n] / draws).round().long(),
-                "size": torch.tensor(self.sizes)[n],
-                "ranking": ranking,
-                "distance": [self.distances[i] for i in d],
-                "control": control,
-            }
-            for i, name in enumerate(METRICS):
-                columns[name] = sums[i][d, h, b, n] / count[d, h, b, n]
-            parts.append(pd.DataFrame({k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in columns.items()}))
-        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
-
-
-def _rows(block: Block, keep: torch.Tensor) -> Block | None:
-    """The block with some of its rows; None when none is left."""
-    if not keep.any():
-        return None
-    mass = None if block.learned_sink_mass is None else block.learned_sink_mass[:, keep]
-    return Block(
-        block.layer, block.queries[keep], block.weights[:, keep], block.values, block.visible[keep], mass, block.batch
-    )
+        """The tidy table of what was observed so far, columns as `SCHEMA` without the document."""
+        return self.means.table(METRICS)

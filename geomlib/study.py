@@ -10,9 +10,10 @@ import json
 import os
 import platform
 import warnings
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -22,40 +23,44 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from tqdm import tqdm
 
+from geomlib import separability, theory
 from geomlib.attention import observe
 from geomlib.controls import RANDOM_RANKINGS
 from geomlib.corpora import Window, load_corpus, take_windows, text_corpus
 from geomlib.errors import GeomlibError
 from geomlib.geometry import SIZES
 from geomlib.models import Model, load_model
-from geomlib.separability import METRICS, SeparabilityTable
 
 FORMAT = 1  # of the tables; raise it when their meaning changes
-# The modules that decide a number: results of other code are never continued or mixed.
-_CODE = ("_kernels", "attention", "controls", "corpora", "geometry", "models", "separability", "study")
+# The modules that decide a number, whatever is measured: results of other code are never continued or mixed.
+_CODE = ("_kernels", "attention", "corpora", "geometry", "models", "study", "tables")
 
-SCHEMA: dict[str, tuple[str, str]] = {
-    "document": ("string", "id of the document the window was taken from"),
-    "layer": ("int16", "layer, from 0"),
-    "head": ("int16", "query head, from 0"),
-    "query_from": ("int32", "first query position of the bin"),
-    "query_to": ("int32", "one past its last query position"),
-    "queries": ("int32", "queries of the bin that see more than `size` sources; all means are over these"),
-    "size": ("int32", "N, the number of selected sources"),
-    "ranking": ("string", "attention, contribution, or random"),
-    "distance": ("string", "euclidean or cosine"),
-    "control": ("string", "none (the ranked sets themselves), random, or magnitude (directions permuted)"),
-    "precision": ("float64", "mean of N / (N + false positives)"),
-    "recall": ("float64", "mean of (N - false negatives) / N"),
-    "f": ("float64", "mean of F_N, the harmonic mean of the two"),
-    "margin": ("float64", "mean of rho_min - rho_max, in units of the value states (cosine: dimensionless)"),
-    "inversions": ("float64", "mean number of (selected, unselected) pairs in the wrong order"),
-    "false_positives": ("float64", "mean number of unselected sources within rho_max"),
-    "false_negatives": ("float64", "mean number of selected sources at or beyond rho_min"),
-    "rho_min": ("float64", "mean distance of the nearest unselected source to the aggregate"),
-    "rho_max": ("float64", "mean distance of the farthest selected source to the aggregate"),
+
+class _Analysis(NamedTuple):
+    """What a study can measure of a window: the columns, the modules that decide them, and the observer."""
+
+    schema: dict[str, tuple[str, str]]
+    code: tuple[str, ...]
+    observer: Callable[["Study", str], Any]  # of the study and the window's key
+
+
+ANALYSES = {
+    "separability": _Analysis(
+        separability.SCHEMA,
+        ("controls", "separability"),
+        lambda s, key: separability.SeparabilityTable(
+            s.length, s.queries, s.sizes, s.rankings, s.distances, s.controls, s.random_rankings, s.bins, key
+        ),
+    ),
+    "bounds": _Analysis(
+        theory.SCHEMA,
+        ("bounds", "theory"),
+        lambda s, key: theory.BoundsTable(s.length, s.queries, s.sizes, s.bins, key),
+    ),
+    "coherence": _Analysis(
+        theory.COHERENCE_SCHEMA, ("bounds", "theory"), lambda s, key: theory.CoherenceTable(s.length)
+    ),
 }
-_KEY = [c for c in SCHEMA if c not in METRICS and c not in ("query_to", "queries")]
 
 
 class Study(BaseModel):
@@ -115,18 +120,29 @@ class Study(BaseModel):
         if self.queries == "all" and self.bins > self.length:
             raise GeomlibError(f"{self.bins} bins do not fit {self.length} queries: give fewer bins.")
 
-    def run(self, out: str | Path | None = None, model: Model | None = None, progress: bool = False) -> pd.DataFrame:
-        """Measure what is not there yet and return the whole table (columns: `SCHEMA`).
+    def run(
+        self,
+        out: str | Path | None = None,
+        model: Model | None = None,
+        progress: bool = False,
+        analyses: str | Sequence[str] = "separability",
+    ) -> pd.DataFrame | dict[str, pd.DataFrame]:
+        """Measure what is not there yet and return the whole table (columns: `ANALYSES[name].schema`).
 
         Args:
             out: folder of the results; None: `results_root()` / the study's key.
             model: the loaded model, to load it once for several studies; None: load it.
             progress: show a bar with the time left (on a terminal).
+            analyses: names of `ANALYSES`. Several share each window's forward pass and give a dict of tables.
 
         Raises:
             GeomlibError: bad input, a folder that holds another study, a full disk, NaN in the model. What was
                 measured before stays.
         """
+        names = [analyses] if isinstance(analyses, str) else list(analyses)
+        for name in names:
+            if name not in ANALYSES:
+                raise GeomlibError(f"unknown analysis {name!r}: give any of {', '.join(ANALYSES)}.")
         # The text first: what is wrong with it shows before a model is fetched or loaded.
         corpus = text_corpus(self.text) if self.text else load_corpus(self.corpus, detokenise=self.detokenise)
         if model is None:
@@ -143,47 +159,50 @@ class Study(BaseModel):
         record = self._record(model, corpus, windows, skipped)
         folder = Path(out) if out is not None else results_root() / record["key"]
         _claim(folder, record)
-        tables = folder / "separability"
-        todo = [(i, w) for i, w in enumerate(windows) if _read(tables / _file(i, w), record["key"]) is None]
+        todo = []
+        for i, window in enumerate(windows):
+            missing = [n for n in names if _read(folder / n / _file(i, window), n, record["key"]) is None]
+            if missing:
+                todo.append((_file(i, window), window, missing))
         bar = tqdm(total=len(todo) * model.layers, disable=None if progress else True, unit="layer", desc=model.name)
         with bar:
-            for i, window in todo:
-                table = self._measure(model, window, bar)
-                _write(table, tables / _file(i, window), record["key"])
-        return load_table(folder)
+            for file, window, missing in todo:
+                for name, table in self._measure(model, window, missing, bar).items():
+                    _write(table, folder / name / file, name, record["key"])
+        tables = {name: load_table(folder, name) for name in names}
+        return tables[analyses] if isinstance(analyses, str) else tables
 
-    def _measure(self, model: Model, window: Window, bar) -> pd.DataFrame:
-        recorder = SeparabilityTable(
-            self.length, self.queries, self.sizes, self.rankings, self.distances, self.controls, self.random_rankings,
-            self.bins, key=f"{self.seed} {window.document} {window.start}",
-        )  # fmt: skip
+    def _measure(self, model: Model, window: Window, names: list[str], bar) -> dict[str, pd.DataFrame]:
+        observers = {n: ANALYSES[n].observer(self, f"{self.seed} {window.document} {window.start}") for n in names}
 
         def tick(block):
             if block.queries[-1] == self.length - 1:
                 bar.update()
 
         ids = torch.tensor([window.input_ids], device=model.device)
-        with torch.no_grad(), observe(model, recorder, tick):
+        with torch.no_grad(), observe(model, *observers.values(), tick):
             hidden = model.hf.base_model(input_ids=ids, use_cache=False)[0]  # no logits: the vocabulary is not needed
         if not torch.isfinite(hidden).all():
             raise GeomlibError(
                 f"{model.name} gives NaN or infinite numbers after its last layer ({model.layers - 1}): load it in float32."
             )
-        table = recorder.table()
-        if table.empty:  # sliding windows of every layer: the length says less than they do
-            raise GeomlibError(
-                f"no query of {model.name} sees more than N of sizes {self.sizes} sources, so nothing is unselected: give "
-                f"smaller sizes."
-            )
-        table.insert(0, "document", window.document)
-        return table.astype({c: t for c, (t, _) in SCHEMA.items() if c in table})
+        tables = {}
+        for name, observer in observers.items():
+            table = observer.table()
+            if table.empty:  # sliding windows of every layer: the length says less than they do
+                raise GeomlibError(
+                    f"no query of {model.name} sees more than N of sizes {self.sizes} sources, so nothing is unselected: "
+                    f"give smaller sizes."
+                )
+            table.insert(0, "document", window.document)
+            tables[name] = table.astype({c: t for c, (t, _) in ANALYSES[name].schema.items() if c in table})
+        return tables
 
     def _record(self, model: Model, corpus, windows: list[Window], skipped: int) -> dict:
         """study.json: the fields, and every version and hash behind the numbers."""
         fields = self.model_dump(mode="json")
         if self.text:  # what it says counts, not where it lies
             fields["corpus"], fields["text"] = None, Path(self.text).name
-        code = hashlib.sha256(b"".join((Path(__file__).parent / f"{m}.py").read_bytes() for m in _CODE)).hexdigest()
         record = {
             "study": fields,
             "model": {
@@ -196,11 +215,16 @@ class Study(BaseModel):
                 {"document": w.document, "start": w.start, "bos": w.bos, "sha256": _ids_hash(w)} for w in windows
             ],
             "skipped_documents": skipped,
-            "versions": {"python": platform.python_version(), "format": FORMAT, "code": code[:16]}
+            "versions": {"python": platform.python_version(), "format": FORMAT, "code": _code(_CODE)}
             | {p: version(p) for p in ("geomlib", "torch", "transformers", "tokenizers", "numpy", "numba")},
         }  # fmt: skip
         record["key"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
         return record
+
+
+def _code(modules: Sequence[str]) -> str:
+    code = b"".join((Path(__file__).parent / f"{m}.py").read_bytes() for m in modules)
+    return hashlib.sha256(code).hexdigest()[:16]
 
 
 def results_root() -> Path:
@@ -208,43 +232,47 @@ def results_root() -> Path:
     return Path(os.environ.get("GEOMLIB_RESULTS") or Path("runs") / "studies")
 
 
-def load_table(folder: str | Path) -> pd.DataFrame:
-    """The table of a study's folder, windows in order, checked against `SCHEMA`; warns when windows are still missing."""
+def load_table(folder: str | Path, analysis: str = "separability") -> pd.DataFrame:
+    """One table of a study's folder, windows in order, checked; warns when windows are still missing."""
     folder = Path(folder)
     if not (folder / "study.json").is_file():
         raise GeomlibError(f"{folder} holds no study (no study.json): give the folder that a run wrote.")
-    files = sorted((folder / "separability").glob("*.parquet"))
+    files = sorted((folder / analysis).glob("*.parquet"))
     if not files:
-        raise GeomlibError(f"{folder} holds no finished window yet: run the study again, it continues.")
+        raise GeomlibError(f"{folder} holds no finished window of {analysis} yet: run the study again, it continues.")
     record = json.loads((folder / "study.json").read_text())
     if len(files) < len(record["windows"]):
         warnings.warn(
             f"{folder} holds {len(files)} of {len(record['windows'])} windows: run the study again.", stacklevel=2
         )
     key = record["key"]
-    parts = [_read(f, key) for f in files]
+    parts = [_read(f, analysis, key) for f in files]
     for file, part in zip(files, parts, strict=True):
         if part is None:
-            raise GeomlibError(f"{file} is damaged or of another study: remove it and run the study again.")
+            raise GeomlibError(f"{file} is damaged, or of another study or version: remove it and run the study again.")
     table = pd.concat(parts, ignore_index=True)
-    check_table(table)
+    check_table(table, analysis)
     return table
 
 
-def check_table(table: pd.DataFrame) -> None:
-    """Raise GeomlibError unless the table is what `SCHEMA` says: columns, types, ranges, and no row twice."""
-    expected = {c: t for c, (t, _) in SCHEMA.items()}
+_SHARES = ("precision", "recall", "f", "holds", "separated")
+_COUNTED = ("query_to", "queries", "dim", "sources")  # say no more than the other names of a row
+
+
+def check_table(table: pd.DataFrame, analysis: str = "separability") -> None:
+    """Raise GeomlibError unless the table is what its schema says: columns, types, ranges, and no row twice."""
+    expected = {c: t for c, (t, _) in ANALYSES[analysis].schema.items()}
     found = {c: "string" if pd.api.types.is_string_dtype(t) else str(t) for c, t in table.dtypes.items()}
     if found != expected:
         wrong = sorted(set(found.items()) ^ set(expected.items()))
         raise GeomlibError(
             f"the table does not fit the schema at {wrong}: it was written by another version, run it again."
         )
-    metrics = table[list(METRICS)]
-    shares = table[["precision", "recall", "f"]]
+    metrics = table[[c for c, t in expected.items() if t == "float64"]]
+    shares = table[[c for c in _SHARES if c in expected]]
     if not np.isfinite(metrics).all(axis=None) or not ((shares >= 0) & (shares <= 1)).all(axis=None):
         raise GeomlibError("the table holds values out of range: run the study again in another folder.")
-    if table.duplicated(_KEY).any():
+    if table.duplicated([c for c, t in expected.items() if t != "float64" and c not in _COUNTED]).any():
         raise GeomlibError("the table holds rows twice: run the study again in another folder.")
 
 
@@ -273,24 +301,29 @@ def _claim(folder: Path, record: dict) -> None:
             )
         return
     with _one_sentence(folder):
-        (folder / "separability").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         _whole(path, lambda tmp: tmp.write_text(json.dumps(record, indent=1) + "\n"))
 
 
-def _read(path: Path, key: str) -> pd.DataFrame | None:
-    """The table of one window, or None unless the file is there, whole and of this study."""
+def _stamp(analysis: str, key: str) -> bytes:
+    """What a table carries: its study, and the code of its analysis (the rest of the code is in the study's key)."""
+    return f"{key} {_code(ANALYSES[analysis].code)}".encode()
+
+
+def _read(path: Path, analysis: str, key: str) -> pd.DataFrame | None:
+    """The table of one window, or None unless the file is there, whole, of this study and of today's code."""
     try:
         table = pq.read_table(path, page_checksum_verification=True) if path.is_file() else None
     except (OSError, pa.ArrowException):
         return None
-    mine = table is not None and (table.schema.metadata or {}).get(b"geomlib_study") == key.encode()
+    mine = table is not None and (table.schema.metadata or {}).get(b"geomlib_study") == _stamp(analysis, key)
     return table.to_pandas() if mine else None
 
 
-def _write(table: pd.DataFrame, path: Path, key: str) -> None:
-    check_table(table)
+def _write(table: pd.DataFrame, path: Path, analysis: str, key: str) -> None:
+    check_table(table, analysis)
     arrow = pa.Table.from_pandas(table, preserve_index=False)
-    arrow = arrow.replace_schema_metadata({**(arrow.schema.metadata or {}), b"geomlib_study": key.encode()})
+    arrow = arrow.replace_schema_metadata({**(arrow.schema.metadata or {}), b"geomlib_study": _stamp(analysis, key)})
     with _one_sentence(path.parent.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         _whole(path, lambda tmp: pq.write_table(arrow, tmp, compression="zstd", write_page_checksum=True))

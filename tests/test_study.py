@@ -31,8 +31,8 @@ from geomlib.corpora import take_windows, text_corpus
 from geomlib.errors import GeomlibError
 from geomlib.fetch import file_sha256
 from geomlib.models import Model, load_model
-from geomlib.separability import METRICS, SeparabilityTable
-from geomlib.study import SCHEMA, Study, check_table, load_table
+from geomlib.separability import METRICS, SCHEMA, SeparabilityTable
+from geomlib.study import ANALYSES, Study, check_table, load_table
 
 GEOMLIB = Path(sys.executable).with_name("geomlib")
 WORDS = 60
@@ -236,7 +236,7 @@ TAMPERING = {
 def test_a_tampered_table_is_never_written(fields, model, tmp_path, tamper, monkeypatch):
     measure = Study._measure
     check_table(Study(**fields).run(tmp_path / "good", model))
-    monkeypatch.setattr(Study, "_measure", lambda *a: tamper(measure(*a)))
+    monkeypatch.setattr(Study, "_measure", lambda *a: {n: tamper(t) for n, t in measure(*a).items()})
     with pytest.raises(GeomlibError, match="the table (does not fit the schema|holds)"):
         Study(**fields).run(tmp_path / "bad", model)
     assert not files(tmp_path / "bad") and not leftovers(tmp_path / "bad")
@@ -339,7 +339,9 @@ def test_results_of_other_code_are_another_study():
                 todo += [a.name for a in node.names]
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("geomlib."):
                 todo.append(node.module.split(".")[1])
-    assert set(S._CODE) == seen - {"errors", "fetch"}  # files that are fetched are checked by their own hashes
+    assert not any(set(a.code) & set(S._CODE) for a in ANALYSES.values())
+    named = set(S._CODE).union(*(a.code for a in ANALYSES.values()))
+    assert named == seen - {"errors", "fetch"}  # files that are fetched are checked by their own hashes
 
 
 def test_results_go_to_the_folder_of_the_key(fields, model, tmp_path, monkeypatch):
@@ -361,7 +363,7 @@ def test_what_is_there_is_not_measured_again(fields, model, tmp_path, monkeypatc
     table = Study(**fields).run(tmp_path, model)
     measured = []
     measure = Study._measure
-    monkeypatch.setattr(Study, "_measure", lambda s, m, w, b: measured.append(w.document) or measure(s, m, w, b))
+    monkeypatch.setattr(Study, "_measure", lambda *a: measured.append(a[2].document) or measure(*a))
     pd.testing.assert_frame_equal(Study(**fields).run(tmp_path, model), table)
     assert measured == []
     files(tmp_path)[1].unlink()
@@ -388,7 +390,7 @@ DAMAGE = {
 def test_a_damaged_file_is_done_again(fields, model, tmp_path, damage):
     table = Study(**fields).run(tmp_path, model)
     damage(files(tmp_path)[1])
-    with pytest.raises(GeomlibError, match="is damaged or of another study"):
+    with pytest.raises(GeomlibError, match="is damaged, or of another study or version"):
         load_table(tmp_path)
     pd.testing.assert_frame_equal(Study(**fields).run(tmp_path, model), table)
 
@@ -400,7 +402,7 @@ def test_the_file_of_another_study_is_not_taken(fields, model, tmp_path):
     shutil.copy(files(tmp_path / "b")[0], files(tmp_path / "a")[0])
     pd.testing.assert_frame_equal(Study(**fields).run(tmp_path / "a", model), table)
     shutil.copy(files(tmp_path / "b")[0], tmp_path / "a" / "separability" / "99999-stray.parquet")
-    with pytest.raises(GeomlibError, match=r"99999-stray\.parquet is damaged or of another study"):
+    with pytest.raises(GeomlibError, match=r"99999-stray\.parquet is damaged, or of another study or version"):
         Study(**fields).run(tmp_path / "a", model)
 
 
@@ -433,7 +435,7 @@ def test_a_folder_without_a_study(fields, model, tmp_path):
     Study(**fields).run(tmp_path, model)
     for path in files(tmp_path):
         path.unlink()
-    with pytest.raises(GeomlibError, match="holds no finished window yet"):
+    with pytest.raises(GeomlibError, match="holds no finished window of separability yet"):
         load_table(tmp_path)
 
 
@@ -472,7 +474,8 @@ _DYING = """
         if moment == "claiming":
             os.replace = at(1, os.replace, die)
         if moment == "measuring":  # the second layer of the second window
-            S.SeparabilityTable.__call__ = at(4, S.SeparabilityTable.__call__, die)
+            table = S.separability.SeparabilityTable
+            table.__call__ = at(4, table.__call__, die)
         if moment == "writing":
             S.pq.write_table = at(2, write, half)
         if moment == "renaming":  # study.json and the first window went well
