@@ -2,6 +2,7 @@
 
     python benchmarks/separability.py                      # the table of the README, a few minutes on 2 cores
     python benchmarks/separability.py --lengths 512 1024   # without the long windows
+    python benchmarks/separability.py --analysis bounds    # every certificate of the theory chapter instead
     python benchmarks/separability.py --lens-python PATH   # also TransformerLens, from an environment that has it
 
 Each length is measured in a process of its own, so that peaks do not mix. Forward pass and measurement alternate, and
@@ -44,27 +45,35 @@ def seconds(call) -> float:
     return time.perf_counter() - start
 
 
-def ours(name: str, length: int, repeats: int) -> dict:
+def ours(name: str, length: int, repeats: int, analysis: str) -> dict:
     import torch
 
     import geomlib
     from geomlib.separability import SeparabilityTable
+    from geomlib.theory import BoundsTable
 
     model = geomlib.load_model(name)
     ids = window(model, length)
+
+    def observer(length: int):
+        return (
+            BoundsTable(length, sizes=SIZES)
+            if analysis == "bounds"
+            else SeparabilityTable(length, sizes=SIZES, controls=())
+        )
 
     def forward():
         model.hf(ids, use_cache=False)
 
     def measure():
-        table = SeparabilityTable(length, sizes=SIZES, controls=())
+        table = observer(length)
         with geomlib.observe(model, table):
             model.hf.base_model(ids, use_cache=False)
         assert len(table.table()) >= model.layers * model.query_heads * len(SIZES) - model.layers * model.query_heads
 
     with torch.no_grad():
         small = window(model, 300)  # compiles and warms what is compiled and warmed once
-        with geomlib.observe(model, SeparabilityTable(300, sizes=SIZES, controls=())):
+        with geomlib.observe(model, observer(300)):
             model.hf.base_model(small, use_cache=False)
         model.hf(small, use_cache=False)
         before = resident()
@@ -156,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 4096])
+    parser.add_argument("--analysis", choices=["separability", "bounds"], default="separability")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--lens-python", help="a Python that has transformer_lens")
     parser.add_argument("--skip-eager", action="store_true")
@@ -170,10 +180,10 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|")
     for length in options.lengths:
-        r = apart("ours", options.model, length, options.repeats)
+        r = apart("ours", options.model, length, options.repeats, options.analysis)
         print(f"| {length} | {r['forward_s']:.2f} s | {r['geometry_s']:.2f} s | {r['ratio']:.1f} | "
               f"{r['ns_per_pair']:.1f} ns | {r['memory_mb']:.0f} MB |", flush=True)  # fmt: skip
-    if not options.skip_eager:
+    if not options.skip_eager and options.analysis == "separability":
         r = apart("eager", options.model, 1024)
         print(f"\noutput_attentions under eager, 1024 tokens: capture {r['capture_s']:.1f} s and {r['memory_mb']:.0f} MB, "
               f"then the loop {r['loop_s']:.0f} s (extrapolated from 32 queries)", flush=True)  # fmt: skip

@@ -34,14 +34,18 @@ def random_scores(block: Block, key: str, draw: int) -> torch.Tensor:
     return torch.from_numpy(scores).view(block.weights.shape).to(block.weights.device)
 
 
-def random_directions(block: Block, key: str) -> torch.Tensor:
+def random_directions(block: Block, key: str, keep_sink: bool = False) -> torch.Tensor:
     """A random permutation of each row's visible sources, (query head, query, source), for `separability(directions=...)`.
 
     Magnitude control (ours): every contribution keeps its length and borrows another one's direction. Separability
-    that survives is magnitude; what is lost is direction.
+    that survives is magnitude; what is lost is direction. With `keep_sink`, source 0 keeps its own direction and nobody
+    else gets it: what is lost is then the direction of the others alone.
     """
     heads, queries, sources = block.weights.shape
-    visible = block.visible.cpu().expand(heads, queries, sources).reshape(-1, sources).numpy()
+    movable = block.visible.cpu().clone()
+    if keep_sink:
+        movable[:, 0] = False
+    visible = movable.expand(heads, queries, sources).reshape(-1, sources).numpy()
     directions = np.empty(visible.shape, np.int32)
     _kernels.random_permutations(_seeds(block, "directions " + key, 0), visible, directions)
     return torch.from_numpy(directions).view(block.weights.shape).to(block.weights.device)

@@ -14,9 +14,13 @@ LEVEL = 0.95
 
 
 def head_means(table: pd.DataFrame, value: str = "f", by: Sequence[str] = ("size",)) -> pd.DataFrame:
-    """Mean over queries (each query counts once), (document, layer, head, *by) as rows, one column `value`."""
+    """Mean over queries (each query counts once), (document, layer, head, *by) as rows, one column `value`.
+
+    A table without the column `queries` has one row a head.
+    """
     keys = ["document", "layer", "head", *by]
-    weighted = table.assign(_sum=table[value] * table["queries"])
+    queries = table.get("queries", 1)
+    weighted = table.assign(_sum=table[value] * queries, queries=queries)
     sums = weighted.groupby(keys, observed=True, sort=True)[["_sum", "queries"]].sum()
     return (sums["_sum"] / sums["queries"]).rename(value).reset_index()
 

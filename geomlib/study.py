@@ -54,11 +54,16 @@ ANALYSES = {
     ),
     "bounds": _Analysis(
         theory.SCHEMA,
-        ("bounds", "theory"),
+        ("bounds", "controls", "theory"),
         lambda s, key: theory.BoundsTable(s.length, s.queries, s.sizes, s.bins, key),
     ),
     "coherence": _Analysis(
-        theory.COHERENCE_SCHEMA, ("bounds", "theory"), lambda s, key: theory.CoherenceTable(s.length)
+        theory.COHERENCE_SCHEMA, ("bounds", "controls", "theory"), lambda s, key: theory.CoherenceTable(s.length)
+    ),
+    "selection": _Analysis(
+        theory.SELECTION_SCHEMA,
+        ("bounds", "controls", "theory"),
+        lambda s, key: theory.SelectionTable(s.length, s.sizes),
     ),
 }
 

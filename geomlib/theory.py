@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from geomlib import _kernels
-from geomlib.attention import Block
+from geomlib.attention import Block, observe
 from geomlib.bounds import (
     DRAWS,
     TAIL,
@@ -24,7 +24,10 @@ from geomlib.bounds import (
     sketch_directions,
     spherical_coherence,
 )
-from geomlib.geometry import SIZES, tiles_of
+from geomlib.controls import random_directions
+from geomlib.geometry import SIZES, separability, tiles_of
+from geomlib.models import Model
+from geomlib.stats import LEVEL, REPLICATES, _bootstrap, _interval, document_means
 from geomlib.tables import BinnedMeans
 
 RANKS = (0, 1, 4, 16)  # of the sketches
@@ -47,15 +50,20 @@ SCHEMA: dict[str, tuple[str, str]] = {
     "query_to": ("int32", "one past its last query position"),
     "queries": ("int32", "queries of the bin that see more than `size` sources; all means are over these"),
     "size": ("int32", "N, the number of selected sources"),
-    "level": ("string", "exact, inversion, joint_inversion, constant_norm, global, quantile, rowwise, sketch_R, combined, gaussian"),
+    "level": ("string", "exact, inversion, joint_inversion, constant_norm, global, quantile, rowwise, sketch_R, combined, gaussian, permuted"),
     "sink": ("string", "aware, agnostic, or none (the level knows no difference)"),
-    "precision": ("float64", "mean precision that the level certifies (exact: reaches; gaussian: predicts)"),
+    "precision": ("float64", "mean precision that the level certifies (exact, permuted: reaches; gaussian: predicts)"),
     "recall": ("float64", "the same of recall"),
     "f": ("float64", "the same of F"),
     "holds": ("float64", "share of the queries in which neither precision, recall nor F exceeds the exact one"),
     "separated": ("float64", "share of the queries in which F = 1 is certified (exact: reached; gaussian: mean over draws is 1)"),
     "standard_error": ("float64", "mean standard error of f from the simulation; 0 where nothing is simulated"),
 }  # fmt: skip
+SELECTION_SCHEMA: dict[str, tuple[str, str]] = {
+    **{c: SCHEMA[c] for c in ("document", "layer", "head", "query_from", "query_to", "queries", "size")},
+    "within": ("float64", "mean cosine of two selected sources' value states, the sink apart"),
+    "across": ("float64", "mean cosine of a selected and an unselected one's, the sink apart"),
+}
 COHERENCE_SCHEMA: dict[str, tuple[str, str]] = {
     "document": ("string", "id of the document the window was taken from"),
     "layer": ("int16", "layer, from 0"),
@@ -134,12 +142,28 @@ def every_level(
     return torch.from_numpy(out), torch.from_numpy(inversions)
 
 
+def mean_profile(model: Model, input_ids: torch.Tensor) -> torch.Tensor:
+    """Attention of the final query to the sources other than the first: each head's weights in falling order and scaled
+    to sum 1, mean over heads and layers. input_ids (1, token) -> (source - 1,), float64."""
+    total = []
+
+    def last_row(block: Block) -> None:
+        if block.queries[-1] == input_ids.shape[1] - 1 and block.visible[-1].all():
+            rest = block.weights[:, -1, 1:].double().sort(dim=-1, descending=True).values
+            total.append((rest / rest.sum(-1, keepdim=True).clamp(min=1e-300)).mean(0).cpu())
+
+    with torch.no_grad(), observe(model, last_row):
+        model.hf.base_model(input_ids=input_ids.to(model.device), use_cache=False)
+    return torch.stack(total).mean(0)
+
+
 class BoundsTable:
     """Observer: every bound per layer, query head, query bin and size, beside the exact F (columns: `SCHEMA`).
 
     Args:
-        length, queries, sizes, bins: as `tables.BinnedMeans` takes them. With queries "last", the Gaussian prediction
-            is there too (for every query it would take hours).
+        length, queries, sizes, bins: as `tables.BinnedMeans` takes them. With queries "last" there are two more levels
+            (for every query they would take hours): the Gaussian prediction, and F with directions permuted among the
+            sources, for which it is a model; both aware of the sink (whose direction stays its own) or not.
         key: names the run and the text; decides the simulation's draws.
 
     Computed on the CPU, whatever the model runs on.
@@ -168,26 +192,34 @@ class BoundsTable:
             holds = (p <= exact[..., 0] + slack) & (r <= exact[..., 1] + slack) & (f <= exact[..., 2] + slack)
             self._add(block, level, "none", [p, r, f, holds.double(), (f == 1).double(), zero])
         if self.means.queries == "last":
-            self._predict(block.layer, block, weights, values, visible, exact)
+            self._predict(block, exact)
+            for sink in (True, False):
+                turned = random_directions(block, self.key, keep_sink=sink)
+                found = separability(
+                    block.weights, block.values, self.means.sizes, visible=block.visible, directions=turned
+                )
+                within = (found.f <= exact[..., 2]).double()
+                columns = [found.precision, found.recall, found.f, within, (found.f == 1).double(), zero]
+                self._add(block, "permuted", "aware" if sink else "agnostic", columns)
 
-    def _predict(self, layer: int, block: Block, weights, values, visible, exact) -> None:
-        seen = visible[0].expand(weights.shape[0], -1)
-        order = weights[:, 0].masked_fill(~seen, -1).sort(dim=-1, descending=True, stable=True).indices
-        seed = int.from_bytes(hashlib.sha256(f"{self.key} {layer}".encode()).digest()[:6], "little")
-        magnitudes = weights[:, 0] * values.norm(dim=-1)
-        metrics = torch.full((6, *exact.shape[:-1]), torch.nan, dtype=torch.double)
-        if seen[0].sum() >= 3:
-            groups = list(_same_values(values))
-            found = [coherence(values[h.start], seen[0])[:5] for h in groups]
-            repeats = torch.tensor([h.stop - h.start for h in groups])
-            measured = [torch.stack(field).repeat_interleave(repeats) for field in zip(*found, strict=True)]
-            sizes = [n for n in self.means.sizes if n < int(seen[0].sum())]
-            selected = torch.stack([torch.zeros_like(seen).scatter(1, order[:, :n], True) for n in sizes])
-            guess = gaussian_prediction(magnitudes, selected, *measured, visible=seen, seed=seed)
-            holds = guess.f <= exact[:, 0, : len(sizes), 2].T
-            columns = [guess.precision, guess.recall, guess.f, holds, guess.f == 1, guess.standard_error]
+    def _predict(self, block: Block, exact: torch.Tensor) -> None:
+        weights, values, seen = block.weights.cpu()[:, 0], block.values.cpu(), block.visible.cpu()[0]
+        if seen.sum() < 3:
+            return
+        found = [(h.stop - h.start, coherence(values[h.start], seen)[:5]) for h in _same_values(values)]
+        repeats = torch.tensor([n for n, _ in found])
+        measured = [torch.stack(f).repeat_interleave(repeats) for f in zip(*(c for _, c in found), strict=True)]
+        sizes = [n for n in self.means.sizes if n < int(seen.sum())]
+        selected = _top(weights, seen, sizes)
+        magnitudes = weights * values.norm(dim=-1)
+        seed = int.from_bytes(hashlib.sha256(f"{self.key} {block.layer}".encode()).digest()[:6], "little")
+        for sink, moments in (("aware", measured), ("agnostic", measured[:3])):
+            guess = gaussian_prediction(magnitudes, selected, *moments, visible=seen, seed=seed)
+            metrics = torch.full((len(METRICS), *exact.shape[:-1]), torch.nan, dtype=torch.double)
+            below = guess.f <= exact[:, 0, : len(sizes), 2].T
+            columns = [guess.precision, guess.recall, guess.f, below, guess.f == 1, guess.standard_error]
             metrics[:, :, 0, : len(sizes)] = torch.stack([c.double() for c in columns]).transpose(1, 2)
-        self._add(block, "gaussian", "aware", list(metrics))
+            self._add(block, "gaussian", sink, list(metrics))
 
     def _add(self, block: Block, level: str, sink: str, metrics: list[torch.Tensor]) -> None:
         self.means.add(block, {"level": level, "sink": sink}, torch.stack(metrics))
@@ -195,6 +227,49 @@ class BoundsTable:
     def table(self) -> pd.DataFrame:
         """The tidy table of what was observed so far, columns as `SCHEMA` without the document."""
         return self.means.table(METRICS)
+
+
+def _top(weights: torch.Tensor, seen: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The top-N sets by attention, boolean (size, ..., source). weights (..., source), seen (source,)."""
+    order = weights.masked_fill(~seen, -1).sort(dim=-1, descending=True, stable=True).indices
+    nothing = torch.zeros_like(weights, dtype=torch.bool)
+    return torch.stack([nothing.scatter(-1, order[..., :n], True) for n in sizes])
+
+
+class SelectionTable:
+    """Observer: are the value states of the selected alike? Mean cosines within the top-N set and across its border, the
+    sink apart, at the final query of the window (columns: `SELECTION_SCHEMA`).
+
+    Sets with fewer than two sources besides the sink say nothing and have no row.
+    """
+
+    def __init__(self, length: int, sizes: Sequence[int] = SIZES):
+        self.means = BinnedMeans(length, "last", sorted(sizes), 1)
+
+    def __call__(self, block: Block) -> None:
+        block = self.means.rows(block)
+        if block is None:
+            return
+        values, seen = block.values.double(), block.visible[0]
+        units = values / values.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+        metrics = torch.full((2, len(values), 1, len(self.means.sizes)), torch.nan, dtype=torch.double)
+        for i, size in enumerate(n for n in self.means.sizes if n < int(seen.sum())):
+            chosen = _top(block.weights[:, 0], seen, [size])[0]
+            selected, rest = chosen.clone(), seen & ~chosen
+            selected[:, 0] = rest[:, 0] = False
+            n, m = selected.sum(-1), rest.sum(-1)
+            inside = (units * selected[..., None]).sum(1)  # sum of unit values: its square holds all pairs
+            outside = (units * rest[..., None]).sum(1)
+            own = (units.square().sum(-1) * selected).sum(-1)
+            within = (inside.square().sum(-1) - own) / (n * (n - 1))
+            across = (inside * outside).sum(-1) / (n * m)
+            usable = (n >= 2) & (m >= 1)
+            metrics[:, :, 0, i] = torch.where(usable, torch.stack([within, across]), torch.nan).cpu()
+        self.means.add(block, {}, metrics)
+
+    def table(self) -> pd.DataFrame:
+        """The tidy table of what was observed so far, columns as `SELECTION_SCHEMA` without the document."""
+        return self.means.table(("within", "across"))
 
 
 class CoherenceTable:
@@ -216,6 +291,26 @@ class CoherenceTable:
 
     def table(self) -> pd.DataFrame:
         return pd.concat(self._rows, ignore_index=True) if self._rows else pd.DataFrame()
+
+
+def tightness(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
+    """How much of the exact F each level gives: mean F over mean exact F, with its document-bootstrap interval.
+
+    Args:
+        table: of the analysis "bounds".
+
+    Returns:
+        Columns level, sink, size, ratio, low, high (NaN for a single document).
+    """
+    means = document_means(table, "f", by=["level", "sink", "size"])
+    drawn = pd.DataFrame(_bootstrap(means.to_numpy(), REPLICATES, seed), columns=means.columns)
+    ratio = (
+        means.mean() / means.mean().loc[("exact", "none")].reindex(means.columns.get_level_values("size")).to_numpy()
+    )
+    per_size = drawn["exact"]["none"]
+    drawn = drawn / per_size[drawn.columns.get_level_values("size")].to_numpy()
+    low, high = _interval(drawn.to_numpy(), LEVEL) if len(means) > 1 else (np.nan, np.nan)
+    return ratio.rename("ratio").reset_index().assign(low=low, high=high)
 
 
 # --- without a model --------------------------------------------------------------------------------------------------
