@@ -87,7 +87,8 @@ def inversion_bound(inversions: torch.Tensor | float, n: torch.Tensor | int) -> 
     """
     inversions, n = _counts(inversions, n)
     # As if each inversion were an intruder of its own, and each a stray of its own.
-    return Certificate(*prf(n, inversions, inversions.clamp(max=n)))
+    precision, recall, f = prf(n, inversions, inversions.clamp(max=n))
+    return Certificate(precision, recall, torch.where(inversions.isnan(), torch.nan, f))
 
 
 def joint_inversion_bound(inversions: torch.Tensor | float, n: torch.Tensor | int) -> torch.Tensor:
@@ -171,7 +172,7 @@ def certificate(
             others = visible.clone()
             others[..., 0] = False
             mean = (norms * others).sum(-1) / others.sum(-1).clamp(min=1)
-            norm_ratio = norms[..., 0] / mean
+            norm_ratio = torch.where(mean > 0, norms[..., 0] / mean, 1.0)
         a = a.clone()
         a[..., 0] *= norm_ratio
     total = (a * selected).sum(-1, keepdim=True)
@@ -247,11 +248,12 @@ def _global_intervals(units, visible, aware, mu, kappa, tail):
         cosines = cosines.expand(pair.shape).flatten(-2)
         mu = mu or _range(cosines, (pair & ~with_sink).flatten(-2), tail)
         kappa = kappa or _range(cosines, with_sink.flatten(-2), tail)
+    # Given ends in double: rounded to less, an interval could lose what it must hold.
     (mu_low, mu_high), (kappa_low, kappa_high) = (
         [
-            torch.as_tensor(e, device=visible.device)[..., None].to(torch.get_default_dtype())
-            if not isinstance(e, torch.Tensor)
-            else e[..., None]
+            torch.as_tensor(e, dtype=None if isinstance(e, torch.Tensor) else torch.float64, device=visible.device)[
+                ..., None
+            ]
             for e in ends
         ]
         for ends in (mu, kappa)
@@ -274,7 +276,7 @@ def _range(cosines: torch.Tensor, keep: torch.Tensor, tail: float | None) -> tup
     low = rising.gather(-1, outside[..., None])[..., 0]
     high = rising.gather(-1, (count - 1 - outside).clamp(min=0)[..., None])[..., 0]
     if tail is not None:
-        low = (((low.double() + 1) * STEPS).floor() / STEPS - 1).to(cosines.dtype)
+        low = (((low.double() + 1) * STEPS).floor().clamp(min=0) / STEPS - 1).to(cosines.dtype)
         high = ((((high.double() + 1) * STEPS).floor() + 1) / STEPS - 1).to(cosines.dtype)
     return tuple(torch.where(count > 0, e, 0.0) for e in (low, high))
 
@@ -306,11 +308,11 @@ def sketch_directions(values: torch.Tensor, rank: int, sink: bool = True) -> tor
         return _principal(units)[..., :rank, :]
     first = units[..., :1, :]
     left = units - (units @ first.transpose(-1, -2)) * first
-    # A sink of norm 0 has no direction: its place is then taken by a principal one.
-    found = _principal(left)
-    found = torch.cat([first, found[..., : values.shape[-1], :]], dim=-2)
-    basis = torch.linalg.qr(found.transpose(-1, -2)).Q
-    return basis.transpose(-1, -2)[..., :rank, :]
+    # A sink of norm 0 has no direction: it comes last then, where nothing is left for it.
+    has = (first != 0).any(-1, keepdim=True)
+    principal = _principal(left)
+    found = torch.where(has, torch.cat([first, principal], dim=-2), torch.cat([principal, first], dim=-2))
+    return torch.linalg.qr(found.transpose(-1, -2)).Q.transpose(-1, -2)[..., :rank, :]
 
 
 def _principal(units: torch.Tensor) -> torch.Tensor:
@@ -361,7 +363,7 @@ def coherence(values: torch.Tensor, visible: torch.Tensor | None = None) -> Cohe
     others[..., 0] = False
     count = others.sum(-1)
     if (count < 2).any():
-        raise GeomlibError("coherence needs three visible sources or more.")
+        raise GeomlibError("coherence needs two visible sources or more besides source 0.")
     norms = values.norm(dim=-1)
     units = values / norms.clamp(min=torch.finfo(torch.float64).tiny)[..., None]
     cosines = _cosines(units)
@@ -427,17 +429,22 @@ def gaussian_prediction(
     selected, visible, a = torch.broadcast_tensors(selected, visible, a)
     if draws < 2:
         raise GeomlibError("a standard error needs two draws or more.")
+    if (kappa_mean is None) != (kappa_sd is None):
+        raise GeomlibError("give kappa_mean and kappa_sd together, or neither.")
     as_column = [
         None if x is None else torch.as_tensor(x, dtype=torch.float64, device=a.device)[..., None]
         for x in (mu_mean, mu_sd, mu_row_sd, kappa_mean, kappa_sd)
     ]
     mu_mean, mu_sd, mu_row_sd = as_column[:3]
-    kappa_mean, kappa_sd = (mu_mean, mu_sd) if kappa_mean is None else as_column[3:]
     first = torch.arange(a.shape[-1], device=a.device) == 0
+    if kappa_mean is None:  # nobody is the sink
+        kappa_mean, kappa_sd, first = mu_mean, mu_sd, torch.zeros_like(first)
+    else:
+        kappa_mean, kappa_sd = as_column[3:]
     sees = visible[..., :1]
     kappa_mean, kappa_sd = torch.where(sees, kappa_mean, 0.0), torch.where(sees, kappa_sd, 0.0)
     noise = (mu_sd**2 - mu_row_sd**2).clamp(min=0)
-    sigma = (a[..., :1] * selected[..., :1]).masked_fill(first, 0)
+    sigma = (a * selected * first).sum(-1, keepdim=True).masked_fill(first, 0)
     mine = a * (selected & ~first)
     others = (mine.sum(-1, keepdim=True) - mine).clamp(min=0)
     squares = ((mine**2).sum(-1, keepdim=True) - mine**2).clamp(min=0)
@@ -450,8 +457,10 @@ def gaussian_prediction(
     found, size = [], selected.sum(-1)
     at_once = max(1, (4 << 20) // max(1, a.numel()))
     for start in range(0, draws, at_once):
-        shape = (min(at_once, draws - start), *[1] * (a.ndim - magnitudes.ndim), *magnitudes.shape)
-        normal = torch.randn(shape, generator=generator, dtype=torch.float64).to(a.device)
+        # One by one, so that how many are held at once changes none of them.
+        count, extra = min(at_once, draws - start), [1] * (a.ndim - magnitudes.ndim)
+        normal = [torch.randn(magnitudes.shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+        normal = torch.stack(normal).view(count, *extra, *magnitudes.shape).to(a.device)
         keys = own - 2 * a * (mean + variance.sqrt() * normal)
         false_positives, false_negatives, *_ = extremal(keys, keys, selected, visible & ~selected, inversions=False)
         found.append(torch.stack(prf(size, false_positives, false_negatives), dim=1))

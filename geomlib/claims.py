@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from geomlib.stats import REPLICATES, _bootstrap, advantage, document_means, positive_share, summary
-from geomlib.theory import THEOREMS
+from geomlib.theory import THEOREMS, tightness
 
 CONSTANT = 0.2  # standard deviation over mean up to which C7 calls norms "about constant"
 INTERMEDIATE = 32  # the largest N that counts as "sparse or intermediate" in C2: an eighth of the paper's largest N
@@ -121,6 +121,46 @@ def c7(table: pd.DataFrame) -> Verdict:
     )
     verdict = "holds" if share["mean"] >= 0.9 else "holds in part" if share["mean"] >= 0.5 else "does not hold"
     return Verdict("C7", statement, rule, measured, verdict)
+
+
+def half(table: pd.DataFrame, sizes: tuple[int, ...] = (2, 4, 8)) -> str:
+    """Which levels promise at least half of the exact F at each of these N? One sentence; of a `bounds` table."""
+    share = tightness(table)
+    least = share[share["size"].isin(sizes)].groupby(["level", "sink"])["ratio"].min()
+    shown = [
+        ("global", "aware"),
+        ("rowwise", "aware"),
+        ("sketch_0", "none"),
+        ("sketch_1", "aware"),
+        ("combined", "aware"),
+    ]
+    parts = [
+        f"{level}: {'yes' if least[level, sink] >= 0.5 else 'no'} (least {least[level, sink]:.2f})"
+        for level, sink in shown
+    ]
+    return f"at least half of the exact F at N of {', '.join(map(str, sizes))}? " + "; ".join(parts)
+
+
+def assumptions(table: pd.DataFrame) -> str:
+    """What the theory assumes about directions and the sink, counted over heads; of a `coherence` table."""
+    heads = table.groupby(["layer", "head"]).mean(numeric_only=True)
+    independent = heads["dim"].iloc[0] ** -0.5
+    return (
+        f"cosines spread more than 1/sqrt(d) = {independent:.3f} in {(heads['mu_sd'] > independent).mean():.0%} of the heads; "
+        f"the sink is shorter than the others in {(heads['norm_ratio'] < 1).mean():.0%} and points away from them in "
+        f"{(heads['kappa_mean'] < 0).mean():.0%}"
+    )
+
+
+def alikeness(heads: pd.DataFrame) -> str:
+    """Does what the prediction misses go with selected sources being alike? Of `theory.beyond_prediction`."""
+    layers = heads.index.get_level_values("layer")
+    thirds = heads["beyond"].groupby(layers * 3 // (layers.max() + 1)).mean()
+    parts = ", ".join(f"{x:+.2f}" for x in thirds)
+    return (
+        f"exact F less predicted F in the first, middle and last third of the layers: {parts}; its correlation over heads "
+        f"with how much more alike the selected are: {heads['beyond'].corr(heads['alike']):.2f}"
+    )
 
 
 def direction(table: pd.DataFrame) -> str:

@@ -58,6 +58,23 @@ def summary(
     return out.assign(low=np.nan if single else low, high=np.nan if single else high, documents=len(means))
 
 
+def by_size(
+    table: pd.DataFrame, value: str = "f", by: Sequence[str] = ("level", "sink"), sizes: Sequence[int] | None = None
+) -> pd.DataFrame:
+    """Means (over heads, layers, documents) with groups as rows and N as columns; N = 1, which says nothing, is left out
+    unless it is in `sizes`."""
+    part = table[table["size"].isin(sizes) if sizes else table["size"] > 1]
+    return summary(part, value, by=[*by, "size"], replicates=1).pivot(index=list(by), columns="size", values="mean")
+
+
+def with_interval(means: pd.DataFrame, value: str = "mean") -> pd.Series:
+    """Each value with its interval, as text: 0.50 [0.48, 0.53]; without one where there is none."""
+    return pd.Series(
+        [f"{m:.2f}" if np.isnan(a) else f"{m:.2f} [{a:.2f}, {b:.2f}]" for m, a, b in means[[value, "low", "high"]].to_numpy()],
+        index=means.index,
+    )  # fmt: skip
+
+
 def advantage(table: pd.DataFrame, over: str = "random", value: str = "f") -> pd.DataFrame:
     """How much better the ranked sets are than a control, pair by pair: rows as in the table, one column `advantage`.
 

@@ -27,7 +27,7 @@ from geomlib.bounds import (
 from geomlib.controls import random_directions
 from geomlib.geometry import SIZES, separability, tiles_of
 from geomlib.models import Model
-from geomlib.stats import LEVEL, REPLICATES, _bootstrap, _interval, document_means
+from geomlib.stats import LEVEL, REPLICATES, _bootstrap, _interval, by_size, document_means, head_means
 from geomlib.tables import BinnedMeans
 
 RANKS = (0, 1, 4, 16)  # of the sketches
@@ -112,11 +112,14 @@ def every_level(
     # Where the visible sources have holes, or the first one moves back: the range around them, which stays a bound.
     low = torch.where(visible, sources, len(sources)).amin(1).flip(0).cummin(0).values.flip(0)
     high = torch.where(visible, sources + 1, 0).amax(1).cummax(0).values
-    end = int(high[-1])
-    weights, values, visible = weights[..., :end], values[:end], visible[:, :end]
-    norms = values.norm(dim=-1)
     full = values.double()
     units = full / full.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    ranks = [min(r, values.shape[1]) for r in RANKS]
+    # Of all sources, so that blocks change nothing.
+    basis = torch.stack([sketch_directions(units, ranks[-1], sink) for sink in (True, False)])
+    end = int(high[-1])
+    weights, values, visible, units = weights[..., :end], values[:end], visible[:, :end], units[:end]
+    norms = values.norm(dim=-1)
     cosines = units.to(values.dtype) @ units.to(values.dtype).T
     intervals = np.empty((len(low), 8))
     _kernels.pair_intervals(cosines.numpy(), low.numpy(), high.numpy(), TAIL, intervals)
@@ -124,8 +127,6 @@ def every_level(
     others[:, 0] = False
     mean = (others * norms.double()).sum(-1) / others.sum(-1).clamp(min=1)
     ratio = torch.where(mean > 0, norms[0].double() / mean, 1.0)
-    ranks = [min(r, values.shape[1]) for r in RANKS]
-    basis = torch.stack([sketch_directions(units, ranks[-1], sink) for sink in (True, False)])
     coordinates = units @ basis.transpose(1, 2)  # (way, source, rank)
     residuals = torch.stack(
         [(units - coordinates[..., :r] @ basis[:, :r]).norm(dim=-1) for r in ranks], dim=1
@@ -204,7 +205,7 @@ class BoundsTable:
 
     def _predict(self, block: Block, exact: torch.Tensor) -> None:
         weights, values, seen = block.weights.cpu()[:, 0], block.values.cpu(), block.visible.cpu()[0]
-        if seen.sum() < 3:
+        if seen[1:].sum() < 2:
             return
         found = [(h.stop - h.start, coherence(values[h.start], seen)[:5]) for h in _same_values(values)]
         repeats = torch.tensor([n for n, _ in found])
@@ -311,6 +312,37 @@ def tightness(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     drawn = drawn / per_size[drawn.columns.get_level_values("size")].to_numpy()
     low, high = _interval(drawn.to_numpy(), LEVEL) if len(means) > 1 else (np.nan, np.nan)
     return ratio.rename("ratio").reset_index().assign(low=low, high=high)
+
+
+def agreement(table: pd.DataFrame) -> pd.DataFrame:
+    """The Gaussian model (sink-aware) against the exact F, over heads (means over documents): columns size, exact,
+    predicted, correlation. `table` of the analysis "bounds", final query."""
+    heads = head_means(table[table["size"] > 1], "f", by=["level", "sink", "size"])
+    heads = heads.groupby(["level", "sink", "size", "layer", "head"])["f"].mean()
+    pairs = pd.DataFrame({"exact": heads.loc[("exact", "none")], "predicted": heads.loc[("gaussian", "aware")]})
+    groups = pairs.groupby("size")
+    correlation = groups.apply(lambda g: g["exact"].corr(g["predicted"]))
+    return groups.mean().assign(correlation=correlation).reset_index()
+
+
+def prediction_gaps(table: pd.DataFrame) -> pd.DataFrame:
+    """How far the Gaussian model is from permuted directions and from the exact F: rows (sink, compared with), columns
+    mean and largest absolute difference of the mean F over N >= 2. `table` of the analysis "bounds", final query."""
+    means = by_size(table)
+    rows = {}
+    for sink, other in (("aware", "permuted"), ("agnostic", "permuted"), ("aware", "exact")):
+        gap = (means.loc[("gaussian", sink)] - means.loc[(other, "none" if other == "exact" else sink)]).abs()
+        rows[(sink, other)] = {"mean": gap.mean(), "largest": gap.max()}
+    return pd.DataFrame(rows).T.rename_axis(["sink", "compared with"])
+
+
+def beyond_prediction(bounds: pd.DataFrame, selection: pd.DataFrame, size: int) -> pd.DataFrame:
+    """Per head (mean over documents): exact F less predicted F at one N, and how much more alike the selected are among
+    themselves than with the rest. Index (layer, head), columns beyond, alike."""
+    part = bounds[bounds["size"] == size].groupby(["level", "sink", "layer", "head"])["f"].mean()
+    cosines = selection[selection["size"] == size].groupby(["layer", "head"])[["within", "across"]].mean()
+    beyond = part.loc[("exact", "none")] - part.loc[("gaussian", "aware")]
+    return pd.DataFrame({"beyond": beyond, "alike": cosines["within"] - cosines["across"]})
 
 
 # --- without a model --------------------------------------------------------------------------------------------------
