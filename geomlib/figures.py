@@ -240,7 +240,9 @@ def profile_curves(table: pd.DataFrame, rows: str, columns: str, color: str, lab
 
 
 def per_head(table: pd.DataFrame, level: str, sink: str, sizes: Sequence[int]) -> Figure:
-    """F of a level against the exact F, a point a query head (mean over documents and queries), a panel per N."""
+    """F of a level against the exact F, a point a query head (mean over documents and queries), a panel for each N that
+    the table has."""
+    sizes = [n for n in sizes if (table["size"] == n).any()]
     figure, axes = plt.subplots(1, len(sizes), figsize=(3.4 * len(sizes) + 0.9, 3.4), sharex=True, sharey=True)
     for axis, size in zip(np.atleast_1d(axes), sizes, strict=True):
         part = table[table["size"] == size]

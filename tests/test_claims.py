@@ -4,7 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from geomlib.claims import INTERMEDIATE, c1, c2, direction
+from geomlib.claims import CONSTANT, INTERMEDIATE, alikeness, assumptions, c1, c2, c3, c7, direction, half
+from geomlib.theory import THEOREMS
 
 DOCUMENTS = 6
 
@@ -139,3 +140,93 @@ def test_direction_against_the_magnitude_control(shift, word):
                 )  # fmt: skip
     sentence = direction(pd.DataFrame(rows))
     assert sentence.startswith("cosine: the real directions") and word in sentence
+
+
+def promises(levels: dict[tuple[str, str], float], holds: dict[str, float] | None = None) -> pd.DataFrame:
+    """A `bounds` table: (level, sink) -> F, the same for two documents and N of 2, 4, 8; holds: level -> share."""
+    rows = [
+        {"document": d, "layer": 0, "head": 0, "queries": 100, "size": n, "level": level, "sink": sink, "f": f,
+         "holds": (holds or {}).get(level, 1.0)}
+        for d in ("a", "b") for n in (2, 4, 8) for (level, sink), f in levels.items()
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+EVERY = {(level, "aware"): 0.3 for level in THEOREMS} | {("constant_norm", "aware"): 0.1, ("exact", "none"): 0.5}
+
+
+@pytest.mark.parametrize("broken", THEOREMS)
+def test_c3_does_not_hold_with_one_violation_of_a_proved_level(broken):
+    found = c3(promises(EVERY, {broken: 0.99}))
+    assert found.verdict == "does not hold"
+    assert found.measured.startswith(f"6 violations in {600 * len(THEOREMS):,} checks")
+
+
+def test_c3_holds_and_holds_in_part():
+    found = c3(promises(EVERY))
+    assert (found.claim, found.verdict) == ("C3", "holds")
+    assert found.measured.startswith("0 violations") and "constant_norm: 0 of 600 (0.00%)" in found.measured
+    found = c3(promises(EVERY, {"constant_norm": 0.97}))
+    assert found.verdict == "holds in part" and "constant_norm: 18 of 600 (3.00%)" in found.measured
+
+
+def test_c3_judges_the_sink_aware_model_only_and_no_level_without_a_claim():
+    blind = {("constant_norm", "agnostic"): 0.1, ("quantile", "aware"): 0.4, ("gaussian", "aware"): 0.6}
+    table = pd.concat([promises(EVERY), promises(blind, dict.fromkeys(("constant_norm", "quantile", "gaussian"), 0.0))])
+    assert c3(table).verdict == "holds"
+
+
+def norms(spreads: list[float], documents: int = 3, **columns) -> pd.DataFrame:
+    """A `coherence` table with one head for each spread."""
+    rows = [
+        {"document": f"d{d}", "layer": h // 4, "head": h % 4, "dim": 64, "norm_cv": cv, "mu_sd": 0.2, "norm_ratio": 0.3,
+         "kappa_mean": -0.1} | columns
+        for d in range(documents) for h, cv in enumerate(spreads)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("spreads", "verdict"),
+    [
+        ([0.1] * 10, "holds"),
+        ([0.1] * 9 + [0.5], "holds"),
+        ([0.1] * 8 + [0.5] * 2, "holds in part"),
+        ([0.1] * 5 + [0.5] * 5, "holds in part"),
+        ([0.1] * 4 + [0.5] * 6, "does not hold"),
+    ],
+)
+def test_c7(spreads, verdict):
+    found = c7(norms(spreads))
+    assert (found.claim, found.verdict) == ("C7", verdict)
+    share = sum(s <= CONSTANT for s in spreads) / len(spreads)
+    assert found.measured.startswith(f"{share:.0%} [{share:.0%}, {share:.0%}] of the heads")
+
+
+def test_c7_of_one_document_has_no_interval_and_takes_the_mean_over_documents():
+    assert c7(norms([0.1, 0.3], documents=1)).measured.startswith("50% of the heads")
+    lower, higher = norms([0.1], documents=1), norms([0.5], documents=1).assign(document="other")
+    assert c7(pd.concat([lower, higher])).verdict == "does not hold"  # 0.3 in the mean
+
+
+def test_half():
+    shown = {("global", "aware"): 0.01, ("rowwise", "aware"): 0.24, ("sketch_0", "none"): 0.25, ("sketch_1", "aware"): 0.4,
+             ("combined", "aware"): 0.5, ("exact", "none"): 0.5}  # fmt: skip
+    assert half(promises(shown)) == (
+        "at least half of the exact F at N of 2, 4, 8? global: no (least 0.02); rowwise: no (least 0.48); "
+        "sketch_0: yes (least 0.50); sketch_1: yes (least 0.80); combined: yes (least 1.00)"
+    )
+
+
+def test_assumptions_are_counted_over_heads():
+    table = pd.concat([norms([0.1] * 3), norms([0.1], mu_sd=0.1, norm_ratio=2.0, kappa_mean=0.2).assign(layer=1)])
+    sentence = assumptions(table)
+    assert "1/sqrt(d) = 0.125 in 75% of the heads" in sentence
+    assert "shorter than the others in 75%" in sentence and "away from them in 75%" in sentence
+
+
+def test_alikeness():
+    index = pd.MultiIndex.from_product([range(6), range(2)], names=["layer", "head"])
+    beyond = np.repeat([0.3, 0.1, -0.2], 4)
+    sentence = alikeness(pd.DataFrame({"beyond": beyond, "alike": 2 * beyond + 1}, index))
+    assert "thirds" not in sentence and ": +0.30, +0.10, -0.20;" in sentence and sentence.endswith("1.00")

@@ -107,6 +107,16 @@ def test_directions_permute_the_visible_sources_alone():
             assert torch.equal(directions[h, q, ~visible[q]], torch.arange(64)[~visible[q]].int())
 
 
+def test_the_sink_may_keep_its_direction():
+    block = make_block()
+    free, kept = random_directions(block, "k"), random_directions(block, "k", keep_sink=True)
+    assert (kept[..., 0] == 0).all() and (free[:, 1:, 0] != 0).any()
+    for q in range(64):
+        assert torch.equal(kept[:, q, 1 : q + 1].sort(-1).values, torch.arange(1, q + 1).int().expand(4, -1))
+        assert torch.equal(kept[:, q, q + 1 :], torch.arange(q + 1, 64).int().expand(4, -1))
+    assert (kept[:, 8:, 1:] != torch.arange(1, 64).int()).any(-1).all()  # and the others move
+
+
 def test_directions_are_uniform():
     """All 24 permutations of four visible sources equally often: 23 degrees of freedom."""
     visible = torch.tensor([False, True, True, False, True, True, False])

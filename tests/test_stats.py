@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from geomlib.stats import advantage, document_means, head_means, positive_share, summary
+from geomlib.stats import advantage, by_size, document_means, head_means, positive_share, summary, with_interval
 
 
 def table(*rows, **constant) -> pd.DataFrame:
@@ -180,3 +180,23 @@ def test_positive_share_of_one_document_has_no_interval():
     found = positive_share(table(("a", 0, 0, 0.3), ("a", 0, 1, -0.3)).rename(columns={"f": "advantage"})).iloc[0]
     assert found["mean"] == 0.5
     assert math.isnan(found["low"]) and math.isnan(found["high"])
+
+
+def test_a_table_without_queries_has_one_row_a_head():
+    plain = table(("a", 0, 0, 0.2), ("a", 0, 1, 0.6)).drop(columns="queries")
+    assert document_means(plain)[2].to_dict() == {"a": pytest.approx(0.4)}
+
+
+def test_by_size():
+    parts = [table(("a", 0, 0, f), ("b", 0, 0, f + 0.2), size=n, level=level, sink="none")
+             for n, level, f in ((1, "x", 0.7), (2, "x", 0.1), (4, "x", 0.3), (2, "y", 0.5), (4, "y", 0.6))]  # fmt: skip
+    wide = by_size(pd.concat(parts))
+    assert list(wide.columns) == [2, 4]  # N = 1 says nothing
+    assert wide.loc[("x", "none")].tolist() == pytest.approx([0.2, 0.4])
+    assert wide.loc[("y", "none")].tolist() == pytest.approx([0.6, 0.7])
+    assert list(by_size(pd.concat(parts), sizes=[1, 4]).columns) == [1, 4]
+
+
+def test_with_interval():
+    means = pd.DataFrame({"mean": [0.5, 0.123], "low": [0.25, np.nan], "high": [0.75, np.nan]})
+    assert with_interval(means).tolist() == ["0.50 [0.25, 0.75]", "0.12"]

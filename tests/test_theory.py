@@ -1,5 +1,6 @@
 """Tables of bounds against the slow certificates, against loops over the model's own blocks, and inside a study."""
 
+import itertools
 import math
 import random
 
@@ -15,6 +16,7 @@ from geomlib import attention, theory
 from geomlib import study as S
 from geomlib.attention import observe
 from geomlib.bounds import certificate, coherence, gaussian_prediction, spherical_coherence
+from geomlib.controls import random_directions
 from geomlib.errors import GeomlibError
 from geomlib.geometry import SIZES, separability
 from geomlib.models import Model, load_model
@@ -27,8 +29,14 @@ from geomlib.theory import (
     THEOREMS,
     BoundsTable,
     CoherenceTable,
+    SelectionTable,
+    agreement,
+    beyond_prediction,
     every_level,
+    mean_profile,
+    prediction_gaps,
     profile_table,
+    tightness,
 )
 
 SORTED = ["layer", "head", "query_from", "size", "level", "sink"]
@@ -314,7 +322,132 @@ def test_the_table_of_coherence(name):
                 assert row[field] == pytest.approx(expected.item(), rel=1e-9, abs=1e-12), field
 
 
-@pytest.mark.parametrize("observer", [BoundsTable, CoherenceTable])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_permuted_directions_are_the_magnitude_control(name):
+    """Aware: every source but the first borrows a direction; agnostic: the first one too."""
+    model, ids = small_model(name, torch.float64), text()
+    table = bounds_of(model, ids, queries="last", sizes=SMALL, key="k").query("level == 'permuted'")
+    table = table.set_index(["sink", "layer", "head", "size"])["f"]
+    compared = 0
+    for block in collected(model, ids):
+        last = theory.BinnedMeans(LENGTH, "last", SMALL, 1).rows(block)
+        visible = block.visible[-1].tolist()
+        for sink in ("aware", "agnostic"):
+            turned = random_directions(last, "k", keep_sink=sink == "aware")[:, 0].tolist()
+            for h, n in itertools.product(range(HEADS), SMALL):
+                alpha, v = block.weights[h, -1].tolist(), block.values[h].tolist()
+                expected = slow(alpha, v, visible, alpha, n, "euclidean", turned[h])
+                if expected:
+                    compared += 1
+                    assert table.loc[sink, block.layer, h, n] == pytest.approx(expected["f"], abs=1e-9)
+    assert compared > 50
+
+
+def cosine(x, y):
+    return sum(map(math.prod, zip(x, y, strict=True))) / math.hypot(*x) / math.hypot(*y)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_table_of_selection(name):
+    model, ids = small_model(name, torch.float64), text()
+    recorder = SelectionTable(LENGTH, SMALL)
+    with torch.no_grad(), observe(model, recorder):
+        model(ids)
+    table = recorder.table().set_index(["layer", "head", "size"])
+    expected = {}
+    for block in collected(model, ids):
+        seen = block.visible[-1].nonzero()[:, 0].tolist()
+        for h, n in itertools.product(range(HEADS), SMALL):
+            alpha, v = block.weights[h, -1].tolist(), block.values[h].tolist()
+            chosen = sorted(seen, key=lambda i: (-alpha[i], i))[:n]
+            rest = [j for j in seen if j not in chosen and j != 0]
+            chosen = [i for i in chosen if i != 0]
+
+            if len(chosen) >= 2 and rest and n < len(seen):
+                within = [cosine(v[i], v[k]) for i in chosen for k in chosen if i < k]
+                across = [cosine(v[i], v[j]) for i in chosen for j in rest]
+                expected[block.layer, h, n] = (sum(within) / len(within), sum(across) / len(across))
+    assert set(table.index) == set(expected) and len(expected) > 20
+    for place, (within, across) in expected.items():
+        assert table.loc[place, ["within", "across"]].tolist() == pytest.approx([within, across], abs=1e-9)
+
+
+def planted_bounds(f: dict[tuple[str, str, int, int], list[float]]) -> pd.DataFrame:
+    """(level, sink, head, size) -> F of each document."""
+    rows = [
+        {"document": f"d{d}", "layer": 0, "head": head, "queries": 1, "size": size, "level": level, "sink": sink, "f": x}
+        for (level, sink, head, size), each in f.items() for d, x in enumerate(each)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def test_tightness_is_the_ratio_of_the_means():
+    share = tightness(planted_bounds({
+        ("exact", "none", 0, 2): [0.4, 0.8], ("rowwise", "aware", 0, 2): [0.1, 0.5],
+        ("exact", "none", 0, 4): [0.5, 0.5], ("rowwise", "aware", 0, 4): [0.25, 0.25],
+    }))  # fmt: skip
+    share = share.set_index(["level", "size"])[["ratio", "low", "high"]]
+    assert share.loc[("exact", 2)].tolist() == [1, 1, 1]
+    # Of two documents: the first alone, both, or the second alone; the same documents above and below the line.
+    assert share.loc[("rowwise", 2)].tolist() == pytest.approx([0.5, 0.25, 0.625])
+    assert share.loc[("rowwise", 4)].tolist() == pytest.approx([0.5, 0.5, 0.5])
+    alone = tightness(planted_bounds({("exact", "none", 0, 2): [0.4], ("rowwise", "aware", 0, 2): [0.1]}))
+    assert alone["low"].isna().all() and alone["ratio"].tolist() == pytest.approx([1, 0.25])
+
+
+def planted_predictions() -> pd.DataFrame:
+    exact, predicted = [0.2, 0.4, 0.9], [0.3, 0.4, 0.6]
+    f = {}
+    for size in (1, 2, 8):
+        for head in range(3):
+            f["exact", "none", head, size] = [exact[head] - 0.1, exact[head] + 0.1]
+            f["gaussian", "aware", head, size] = 2 * [predicted[head] if size == 2 else exact[head] / 2]
+            f["gaussian", "agnostic", head, size] = [0.5, 0.5]
+            f["permuted", "aware", head, size] = 2 * [predicted[head] + 0.02 if size == 2 else exact[head] / 2]
+            f["permuted", "agnostic", head, size] = [0.4, 0.4]
+    return planted_bounds(f)
+
+
+def test_agreement_is_over_heads():
+    found = agreement(planted_predictions()).set_index("size")
+    assert list(found.index) == [2, 8]
+    assert found.loc[2, ["exact", "predicted"]].tolist() == pytest.approx([0.5, 1.3 / 3])
+    x, y = pd.Series([0.2, 0.4, 0.9]), pd.Series([0.3, 0.4, 0.6])
+    assert found["correlation"].tolist() == pytest.approx([x.corr(y), 1.0])
+
+
+def test_prediction_gaps():
+    gaps = prediction_gaps(planted_predictions())
+    assert gaps.loc[("aware", "permuted")].tolist() == pytest.approx([0.01, 0.02])
+    assert gaps.loc[("agnostic", "permuted")].tolist() == pytest.approx([0.1, 0.1])
+    assert gaps.loc[("aware", "exact")].tolist() == pytest.approx([(0.5 - 1.3 / 3 + 0.25) / 2, 0.25])
+
+
+def test_beyond_prediction():
+    selection = pd.DataFrame([
+        {"document": d, "layer": 0, "head": h, "size": n, "within": 0.1 * h + 0.2, "across": 0.1}
+        for d in "ab" for h in range(3) for n in (2, 8)
+    ])  # fmt: skip
+    found = beyond_prediction(planted_predictions(), selection, 2)
+    assert found["beyond"].tolist() == pytest.approx([-0.1, 0.0, 0.3])
+    assert found["alike"].tolist() == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_mean_profile():
+    model, ids = small_model("gpt2", torch.float64), text()
+    blocks = collected(model, ids)
+    rows = torch.cat([b.weights[:, -1, 1:] for b in blocks])
+    expected = torch.stack([r.sort(descending=True).values / r.sum() for r in rows]).mean(0)
+
+    class Loaded:
+        hf, device = model, torch.device("cpu")
+
+    found = mean_profile(Loaded, ids)
+    torch.testing.assert_close(found, expected.double(), rtol=1e-9, atol=0)
+    assert found.sum().item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("observer", [BoundsTable, CoherenceTable, SelectionTable])
 def test_nothing_observed_is_an_empty_table(observer):
     assert observer(LENGTH).table().empty
 
