@@ -10,8 +10,19 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from geomlib.stats import REPLICATES, _bootstrap, advantage, document_means, positive_share, summary
-from geomlib.theory import THEOREMS, tightness
+from geomlib.stats import (
+    LEVEL,
+    REPLICATES,
+    _bootstrap,
+    _interval,
+    advantage,
+    by_size,
+    document_means,
+    head_means,
+    positive_share,
+    summary,
+)
+from geomlib.theory import THEOREMS
 
 CONSTANT = 0.2  # standard deviation over mean up to which C7 calls norms "about constant"
 INTERMEDIATE = 32  # the largest N that counts as "sparse or intermediate" in C2: an eighth of the paper's largest N
@@ -123,22 +134,69 @@ def c7(table: pd.DataFrame) -> Verdict:
     return Verdict("C7", statement, rule, measured, verdict)
 
 
+def tightness(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
+    """How much of the exact F each level gives: mean F over mean exact F, with its document-bootstrap interval.
+
+    Args:
+        table: of the analysis "bounds".
+
+    Returns:
+        Columns level, sink, size, ratio, low, high (NaN for a single document).
+    """
+    means = document_means(table, "f", by=["level", "sink", "size"])
+    drawn = pd.DataFrame(_bootstrap(means.to_numpy(), REPLICATES, seed), columns=means.columns)
+    ratio = (
+        means.mean() / means.mean().loc[("exact", "none")].reindex(means.columns.get_level_values("size")).to_numpy()
+    )
+    per_size = drawn["exact"]["none"]
+    drawn = drawn / per_size[drawn.columns.get_level_values("size")].to_numpy()
+    low, high = _interval(drawn.to_numpy(), LEVEL) if len(means) > 1 else (np.nan, np.nan)
+    share = ratio.rename("ratio").reset_index().assign(low=low, high=high)
+    order = {level: i for i, level in enumerate(table["level"].drop_duplicates())}
+    return share.sort_values("level", key=lambda c: c.map(order), kind="stable", ignore_index=True)
+
+
+def agreement(table: pd.DataFrame) -> pd.DataFrame:
+    """The Gaussian model (sink-aware) against the exact F, over heads (means over documents): columns size, exact,
+    predicted, correlation. `table` of the analysis "bounds", final query."""
+    heads = head_means(table[table["size"] > 1], "f", by=["level", "sink", "size"])
+    heads = heads.groupby(["level", "sink", "size", "layer", "head"])["f"].mean()
+    pairs = pd.DataFrame({"exact": heads.loc[("exact", "none")], "predicted": heads.loc[("gaussian", "aware")]})
+    groups = pairs.groupby("size")
+    correlation = groups.apply(lambda g: g["exact"].corr(g["predicted"]))
+    return groups.mean().assign(correlation=correlation).reset_index()
+
+
+def prediction_gaps(table: pd.DataFrame) -> pd.DataFrame:
+    """How far the Gaussian model is from permuted directions and from the exact F: rows (sink, compared with), columns
+    mean and largest absolute difference of the mean F over N >= 2. `table` of the analysis "bounds", final query."""
+    means = by_size(table)
+    rows = {}
+    for sink, other in (("aware", "permuted"), ("agnostic", "permuted"), ("aware", "exact")):
+        gap = (means.loc[("gaussian", sink)] - means.loc[(other, "none" if other == "exact" else sink)]).abs()
+        rows[(sink, other)] = {"mean": gap.mean(), "largest": gap.max()}
+    return pd.DataFrame(rows).T.rename_axis(["sink", "compared with"])
+
+
+def beyond_prediction(bounds: pd.DataFrame, selection: pd.DataFrame, size: int) -> pd.DataFrame:
+    """Per head (mean over documents): exact F less predicted F at one N, and how much more alike the selected are among
+    themselves than with the rest. Index (layer, head), columns beyond, alike."""
+    part = bounds[bounds["size"] == size].groupby(["level", "sink", "layer", "head"])["f"].mean()
+    cosines = selection[selection["size"] == size].groupby(["layer", "head"])[["within", "across"]].mean()
+    beyond = part.loc[("exact", "none")] - part.loc[("gaussian", "aware")]
+    return pd.DataFrame({"beyond": beyond, "alike": cosines["within"] - cosines["across"]})
+
+
 def half(table: pd.DataFrame, sizes: tuple[int, ...] = (2, 4, 8)) -> str:
-    """Which levels promise at least half of the exact F at each of these N? One sentence; of a `bounds` table."""
-    share = tightness(table)
-    least = share[share["size"].isin(sizes)].groupby(["level", "sink"])["ratio"].min()
-    shown = [
-        ("global", "aware"),
-        ("rowwise", "aware"),
-        ("sketch_0", "none"),
-        ("sketch_1", "aware"),
-        ("combined", "aware"),
-    ]
-    parts = [
-        f"{level}: {'yes' if least[level, sink] >= 0.5 else 'no'} (least {least[level, sink]:.2f})"
-        for level, sink in shown
-    ]
-    return f"at least half of the exact F at N of {', '.join(map(str, sizes))}? " + "; ".join(parts)
+    """Which levels promise at least half of the exact F at each of these N? A line each; of a `bounds` table."""
+    share = tightness(table[table["size"].isin(sizes)])
+    lines = []
+    for level, sink in (("global", "aware"), ("rowwise", "aware"), ("sketch_0", "none"), ("sketch_1", "aware"),
+                        ("combined", "aware")):  # fmt: skip
+        least = share.loc[(share["level"] == level) & (share["sink"] == sink), "ratio"].min()
+        word = "promises at least half" if least >= 0.5 else "does not"
+        lines.append(f"{level:9} {word} (least share {least:.2f})")
+    return "\n".join(lines)
 
 
 def assumptions(table: pd.DataFrame) -> str:
@@ -146,20 +204,20 @@ def assumptions(table: pd.DataFrame) -> str:
     heads = table.groupby(["layer", "head"]).mean(numeric_only=True)
     independent = heads["dim"].iloc[0] ** -0.5
     return (
-        f"cosines spread more than 1/sqrt(d) = {independent:.3f} in {(heads['mu_sd'] > independent).mean():.0%} of the heads; "
-        f"the sink is shorter than the others in {(heads['norm_ratio'] < 1).mean():.0%} and points away from them in "
-        f"{(heads['kappa_mean'] < 0).mean():.0%}"
+        f"cosines spread more than 1/sqrt(d) = {independent:.3f}: {(heads['mu_sd'] > independent).mean():.0%} of the heads\n"
+        f"the sink is shorter than the others' mean: {(heads['norm_ratio'] < 1).mean():.0%}\n"
+        f"it points away from them on average: {(heads['kappa_mean'] < 0).mean():.0%}"
     )
 
 
 def alikeness(heads: pd.DataFrame) -> str:
-    """Does what the prediction misses go with selected sources being alike? Of `theory.beyond_prediction`."""
+    """Does what the prediction misses go with selected sources being alike? Of `beyond_prediction`."""
     layers = heads.index.get_level_values("layer")
     thirds = heads["beyond"].groupby(layers * 3 // (layers.max() + 1)).mean()
     parts = ", ".join(f"{x:+.2f}" for x in thirds)
     return (
-        f"exact F less predicted F in the first, middle and last third of the layers: {parts}; its correlation over heads "
-        f"with how much more alike the selected are: {heads['beyond'].corr(heads['alike']):.2f}"
+        f"exact F less predicted F in the first, middle and last third of the layers: {parts}\n"
+        f"its correlation over heads with within - across: {heads['beyond'].corr(heads['alike']):.2f}"
     )
 
 

@@ -168,7 +168,7 @@ def contributions_plane(weights: torch.Tensor, values: torch.Tensor, size: int, 
 
 LEVELS = {
     "exact": ("exact", "black", "-"),
-    "joint_inversion": ("joint inversion bound", "C5", "-"),
+    "joint_inversion": ("joint inversion bound", "C2", "-"),
     "global": ("global intervals", "C4", "-"),
     "quantile": ("5-95 % intervals (no bound)", "C4", ":"),
     "rowwise": ("rowwise intervals", "C3", "-"),
@@ -176,7 +176,7 @@ LEVELS = {
     "sketch_1": ("sketch, 1 coordinate", "C0", "-"),
     "sketch_4": ("sketch, 4 coordinates", "C8", "-"),
     "sketch_16": ("sketch, 16 coordinates", "C2", "-"),
-    "combined": ("rowwise and sketch", "C1", "-"),
+    "combined": ("rowwise and lengths", "C1", "-"),
     "gaussian": ("Gaussian model", "C0", "--"),
     "permuted": ("directions permuted", "C1", "-"),
 }
@@ -197,7 +197,15 @@ def bounds_curves(table: pd.DataFrame, panels: dict[str, Sequence[tuple[str, str
                 label += ", sink like the others"
             rows = means[(means["level"] == level) & (means["sink"] == sink)]
             light = sink == "agnostic"
-            curve(axis, rows, label, color, "s" if light else "o", ":" if light and line == "-" else line)
+            color = sns.desaturate(color, 0.25) if light else color
+            curve(
+                axis,
+                rows,
+                label,
+                color,
+                "s" if light else "o",
+                {"-": ":", "--": "-."}.get(line, line) if light else line,
+            )
         _doubling(axis, means["size"].unique())
         axis.set(title=title, ylim=(0, 0.9))
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize="x-small")
@@ -216,12 +224,20 @@ def profile_curves(table: pd.DataFrame, rows: str, columns: str, color: str, lab
     for (i, row), (j, column) in product(enumerate(values[rows]), enumerate(values[columns])):
         axis = axes[i][j]
         part = table[(table[rows] == row) & (table[columns] == column)]
-        for value, shade in zip(values[color], palette, strict=True):
+        for k, (value, shade) in enumerate(zip(values[color], palette, strict=True)):
             line = part[part[color] == value].sort_values("size")
-            axis.plot(line["size"], line["certified"], marker="o", markersize=3, color=shade, label=label.format(value))
+            # Thick below thin, with markers of their own: equal curves stay visible.
+            look = {"marker": "os^Dv"[k % 5], "markersize": 6 - k, "linewidth": max(3 - k, 1), "color": shade}
+            axis.plot(line["size"], line["certified"], label=label.format(value), **look)
             axis.plot(line["size"], line["predicted"], "--", color=shade)
             band = 1.96 * line["standard_error"]
-            axis.fill_between(line["size"], line["predicted"] - band, line["predicted"] + band, color=shade, alpha=0.2)
+            axis.fill_between(
+                line["size"],
+                (line["predicted"] - band).clip(0),
+                (line["predicted"] + band).clip(upper=1),
+                color=shade,
+                alpha=0.2,
+            )
         _doubling(axis, table["size"].unique())
         axis.tick_params(axis="x", labelsize="x-small")
         axis.set(ylim=(-0.03, 1.05), xlabel="N" if i == shape[0] - 1 else "")
@@ -263,12 +279,12 @@ def assumptions(table: pd.DataFrame) -> Figure:
     blue, orange = sns.color_palette("colorblind")[:2]
     norms.hist(heads["norm_cv"], bins=24, color=blue)
     norms.axvline(0.2, color=orange, linestyle="--", label="limit of C7")
-    norms.set(xlabel="sd / mean of the norms, sink apart", ylabel="query heads", xlim=(0, None))
+    norms.set(xlabel="sd / mean of norms", ylabel="query heads", xlim=(0, None))
     norms.legend(loc="upper right")
     cosines.scatter(heads["mu_mean"], heads["mu_sd"], s=12, color=blue)
     cosines.axhline(heads["dim"].iloc[0] ** -0.5, color=orange, linestyle="--", label="1/√d, independent directions")
     cosines.axvline(0, color="grey", linewidth=1)
-    cosines.set(xlabel="mean cosine of two values, sink apart", ylabel="standard deviation", ylim=(0, None))
+    cosines.set(xlabel="mean cosine of two values", ylabel="sd of these cosines", ylim=(0, None))
     cosines.legend(loc="lower right")
     shown = sink.scatter(
         heads["norm_ratio"], heads["kappa_mean"], s=12, c=heads.index.get_level_values("layer"), cmap="viridis"
@@ -276,6 +292,6 @@ def assumptions(table: pd.DataFrame) -> Figure:
     sink.set_xscale("log")
     sink.axhline(0, color="grey", linewidth=1)
     sink.axvline(1, color="grey", linewidth=1)
-    sink.set(xlabel="r: norm of the sink over the others'", ylabel="mean cosine of the sink with them (κ)")
+    sink.set(xlabel="r: norm of the sink over the others'", ylabel="mean κ")
     figure.colorbar(shown, ax=sink, label="layer")
     return figure

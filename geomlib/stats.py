@@ -61,10 +61,13 @@ def summary(
 def by_size(
     table: pd.DataFrame, value: str = "f", by: Sequence[str] = ("level", "sink"), sizes: Sequence[int] | None = None
 ) -> pd.DataFrame:
-    """Means (over heads, layers, documents) with groups as rows and N as columns; N = 1, which says nothing, is left out
-    unless it is in `sizes`."""
+    """Means (over heads, layers, documents) with groups as rows, in the table's order, and N as columns; N = 1, which says
+    nothing, is left out unless it is in `sizes`."""
     part = table[table["size"].isin(sizes) if sizes else table["size"] > 1]
-    return summary(part, value, by=[*by, "size"], replicates=1).pivot(index=list(by), columns="size", values="mean")
+    means = summary(part, value, by=[*by, "size"], replicates=1)
+    means = means.set_index([*by, "size"])["mean"].unstack("size")
+    order = part[list(by)].drop_duplicates()
+    return means.loc[list(order.itertuples(index=False, name=None)) if len(by) > 1 else order[by[0]]]
 
 
 def with_interval(means: pd.DataFrame, value: str = "mean") -> pd.Series:

@@ -1,4 +1,4 @@
-"""Every bound of `geomlib.bounds` over a window, beside what it bounds, and what the theory assumes: two observers.
+"""Every bound of `geomlib.bounds` over a window, beside what it bounds, and what the theory assumes: three observers.
 
 And the theory without a model: certified and predicted F from an attention profile alone.
 """
@@ -27,7 +27,6 @@ from geomlib.bounds import (
 from geomlib.controls import random_directions
 from geomlib.geometry import SIZES, separability, tiles_of
 from geomlib.models import Model
-from geomlib.stats import LEVEL, REPLICATES, _bootstrap, _interval, by_size, document_means, head_means
 from geomlib.tables import BinnedMeans
 
 RANKS = (0, 1, 4, 16)  # of the sketches
@@ -294,57 +293,6 @@ class CoherenceTable:
         return pd.concat(self._rows, ignore_index=True) if self._rows else pd.DataFrame()
 
 
-def tightness(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
-    """How much of the exact F each level gives: mean F over mean exact F, with its document-bootstrap interval.
-
-    Args:
-        table: of the analysis "bounds".
-
-    Returns:
-        Columns level, sink, size, ratio, low, high (NaN for a single document).
-    """
-    means = document_means(table, "f", by=["level", "sink", "size"])
-    drawn = pd.DataFrame(_bootstrap(means.to_numpy(), REPLICATES, seed), columns=means.columns)
-    ratio = (
-        means.mean() / means.mean().loc[("exact", "none")].reindex(means.columns.get_level_values("size")).to_numpy()
-    )
-    per_size = drawn["exact"]["none"]
-    drawn = drawn / per_size[drawn.columns.get_level_values("size")].to_numpy()
-    low, high = _interval(drawn.to_numpy(), LEVEL) if len(means) > 1 else (np.nan, np.nan)
-    return ratio.rename("ratio").reset_index().assign(low=low, high=high)
-
-
-def agreement(table: pd.DataFrame) -> pd.DataFrame:
-    """The Gaussian model (sink-aware) against the exact F, over heads (means over documents): columns size, exact,
-    predicted, correlation. `table` of the analysis "bounds", final query."""
-    heads = head_means(table[table["size"] > 1], "f", by=["level", "sink", "size"])
-    heads = heads.groupby(["level", "sink", "size", "layer", "head"])["f"].mean()
-    pairs = pd.DataFrame({"exact": heads.loc[("exact", "none")], "predicted": heads.loc[("gaussian", "aware")]})
-    groups = pairs.groupby("size")
-    correlation = groups.apply(lambda g: g["exact"].corr(g["predicted"]))
-    return groups.mean().assign(correlation=correlation).reset_index()
-
-
-def prediction_gaps(table: pd.DataFrame) -> pd.DataFrame:
-    """How far the Gaussian model is from permuted directions and from the exact F: rows (sink, compared with), columns
-    mean and largest absolute difference of the mean F over N >= 2. `table` of the analysis "bounds", final query."""
-    means = by_size(table)
-    rows = {}
-    for sink, other in (("aware", "permuted"), ("agnostic", "permuted"), ("aware", "exact")):
-        gap = (means.loc[("gaussian", sink)] - means.loc[(other, "none" if other == "exact" else sink)]).abs()
-        rows[(sink, other)] = {"mean": gap.mean(), "largest": gap.max()}
-    return pd.DataFrame(rows).T.rename_axis(["sink", "compared with"])
-
-
-def beyond_prediction(bounds: pd.DataFrame, selection: pd.DataFrame, size: int) -> pd.DataFrame:
-    """Per head (mean over documents): exact F less predicted F at one N, and how much more alike the selected are among
-    themselves than with the rest. Index (layer, head), columns beyond, alike."""
-    part = bounds[bounds["size"] == size].groupby(["level", "sink", "layer", "head"])["f"].mean()
-    cosines = selection[selection["size"] == size].groupby(["layer", "head"])[["within", "across"]].mean()
-    beyond = part.loc[("exact", "none")] - part.loc[("gaussian", "aware")]
-    return pd.DataFrame({"beyond": beyond, "alike": cosines["within"] - cosines["across"]})
-
-
 # --- without a model --------------------------------------------------------------------------------------------------
 
 
@@ -363,11 +311,12 @@ def profile_table(
 
     Args:
         profiles: name -> weights of the sources other than the sink, any scale, (source,).
-        dims: dimensions d. The certificate (constant_norm, sink-aware) takes all cosines to lie within
-            `spherical_coherence(d)` of 0, those with the sink of kappa: true with probability 1 - delta. The
-            prediction takes them to have that mean and a standard deviation of 1/sqrt(d).
-        sink_masses, norm_ratios, kappas: weight of the sink; its norm over the others' (r); its mean cosine with them.
-            Each combination is one setting. Mass 0: there is no sink.
+        dims: dimensions d of independent uniform directions, except that each has cosine kappa with the sink, so that
+            two of them have one of kappa² on average. The certificate (constant_norm, sink-aware) takes the independent
+            parts to be within `spherical_coherence(d)` of orthogonal, true with probability 1 - delta; the prediction
+            takes their cosines to have a standard deviation of 1/sqrt(d).
+        sink_masses, norm_ratios, kappas: weight of the sink; its norm over the others' (r); its cosine with them. Each
+            combination is one setting. Mass 0: there is no sink.
 
     Returns:
         Columns profile, dim, sink_mass, norm_ratio, kappa, size, certified, predicted, standard_error.
@@ -384,13 +333,18 @@ def profile_table(
         scaled = torch.cat([weights[:1] * ratio, weights[1:]])
         for size in (n for n in sizes if n < int(visible.sum())):
             selected = torch.zeros_like(visible).scatter(0, order[:size], True)
-            own = (max(-1.0, kappa - width), min(1.0, kappa + width))
+            low, high = (kappa**2 + (1 - kappa**2) * e for e in (-width, width))
             sure = certificate(
-                weights, selected, "constant_norm", visible=visible, mu=(-width, width), kappa=own, norm_ratio=ratio
+                weights,
+                selected,
+                "constant_norm",
+                visible=visible,
+                mu=(low, high),
+                kappa=(kappa, kappa),
+                norm_ratio=ratio,
             )
-            likely = gaussian_prediction(
-                scaled, selected, 0.0, sd, 0.0, kappa, sd, visible=visible, draws=draws, seed=seed
-            )
+            moments = (kappa**2, (1 - kappa**2) * sd, 0.0, kappa, 0.0)
+            likely = gaussian_prediction(scaled, selected, *moments, visible=visible, draws=draws, seed=seed)
             rows.append(
                 (name, dim, mass, ratio, kappa, size, sure.f.item(), likely.f.item(), likely.standard_error.item())
             )

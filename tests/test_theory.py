@@ -16,6 +16,7 @@ from geomlib import attention, theory
 from geomlib import study as S
 from geomlib.attention import observe
 from geomlib.bounds import certificate, coherence, gaussian_prediction, spherical_coherence
+from geomlib.claims import agreement, beyond_prediction, prediction_gaps, tightness
 from geomlib.controls import random_directions
 from geomlib.errors import GeomlibError
 from geomlib.geometry import SIZES, separability
@@ -30,13 +31,9 @@ from geomlib.theory import (
     BoundsTable,
     CoherenceTable,
     SelectionTable,
-    agreement,
-    beyond_prediction,
     every_level,
     mean_profile,
-    prediction_gaps,
     profile_table,
-    tightness,
 )
 
 SORTED = ["layer", "head", "query_from", "size", "level", "sink"]
@@ -492,7 +489,8 @@ def test_profile_table_certifies_what_the_formulas_do(dim, mass, ratio, kappa):
     width = spherical_coherence(dim, 41)
     for n in (1, 2, 4, 8, 16):
         chosen = sorted(seen, key=lambda i: -alpha[i])[:n]
-        intervals = {"mu": (-width, width), "kappa": (max(-1, kappa - width), min(1, kappa + width))}
+        mu = tuple(kappa**2 + (1 - kappa**2) * e for e in (-width, width))
+        intervals = {"mu": mu, "kappa": (kappa, kappa)}
         expected = slow_certificate("constant_norm", alpha, chosen, seen, ratio=ratio, **intervals)[2]
         assert table.loc[n, "certified"] == pytest.approx(expected, abs=1e-12), n
 
@@ -500,14 +498,14 @@ def test_profile_table_certifies_what_the_formulas_do(dim, mass, ratio, kappa):
 @pytest.mark.parametrize(("mass", "ratio"), [(0.0, 1.0), (0.3, 1.0), (0.4, 0.3)])
 @pytest.mark.parametrize("kappa", [0.0, -0.5])
 def test_in_a_huge_dimension_both_tend_to_the_f_of_orthogonal_directions(mass, ratio, kappa):
-    """The others at right angles to one another, and at kappa to the sink."""
+    """The others have kappa with the sink and at right angles to one another otherwise."""
     table = profile_table({"power": PROFILE}, [10**12], (1, 2, 4, 8, 16), [mass], [ratio], [kappa]).set_index("size")
     a = [mass * ratio, *((1 - mass) * PROFILE / PROFILE.sum()).tolist()]
     alpha = [mass, *a[1:]]
     seen = [i for i in range(41) if alpha[i] > 0]
     for n in (1, 2, 4, 8, 16):
         chosen = sorted(seen, key=lambda i: -alpha[i])[:n]
-        expected = slow_certificate("global", a, chosen, seen, mu=(0.0, 0.0), kappa=(kappa, kappa))[2]
+        expected = slow_certificate("global", a, chosen, seen, mu=(kappa**2, kappa**2), kappa=(kappa, kappa))[2]
         assert expected == 1 or kappa < 0
         assert table.loc[n, "certified"] == pytest.approx(expected, abs=1e-9), n
         assert table.loc[n, "predicted"] == pytest.approx(expected, abs=1e-9), n
@@ -532,15 +530,24 @@ def test_a_selected_opposite_sink_lowers_the_prediction():
     assert (with_["predicted"] < without["predicted"] - 4 * error).all()
 
 
-def test_what_a_profile_certifies_holds_on_the_sphere():
-    """In all but a share delta of draws of uniform directions; no sink."""
+@pytest.mark.parametrize(
+    ("mass", "ratio", "kappa"), [(0.0, 1.0, 0.0), (0.3, 0.5, 0.4), (0.3, 0.5, -0.3), (0.4, 0.2, 0.0)]
+)
+def test_what_a_profile_certifies_holds_on_the_sphere(mass, ratio, kappa):
+    """In all but a share delta of draws: directions that are uniform but for their cosine with the sink."""
     dim, sizes, repeats = 2000, (2, 4, 8), 60
     profile = torch.arange(1, 13, dtype=torch.float64) ** -1.0
-    table = profile_table({"power": profile}, [dim], sizes).set_index("size")
-    assert (table["certified"] > 0.3).any()
+    table = profile_table({"power": profile}, [dim], sizes, [mass], [ratio], [kappa]).set_index("size")
+    assert kappa < 0 or (table["certified"] > 0.3).any()
     g = torch.Generator().manual_seed(2)
-    values = torch.nn.functional.normalize(torch.randn(repeats, 12, dim, generator=g), dim=-1)
-    true = separability((profile / profile.sum()).float().expand(repeats, 1, -1), values, sizes).f[:, 0]
+    free = torch.nn.functional.normalize(torch.randn(repeats, 12, dim, generator=g), dim=-1)
+    sink = torch.zeros(repeats, 1, dim + 1)
+    sink[..., 0] = ratio
+    others = torch.cat([torch.full((repeats, 12, 1), kappa), (1 - kappa**2) ** 0.5 * free], dim=-1)
+    weights = torch.cat([torch.tensor([mass]), (profile / profile.sum() * (1 - mass)).float()]).expand(repeats, 1, -1)
+    visible = torch.ones(1, 13, dtype=torch.bool)
+    visible[0, 0] = mass > 0
+    true = separability(weights, torch.cat([sink, others], dim=1), sizes, visible=visible).f[:, 0]
     sure = torch.tensor([table.loc[n, "certified"] for n in sizes])
     assert (true < sure - 1e-12).any(1).double().mean() <= 0.05
     assert (true.mean(0) - torch.tensor([table.loc[n, "predicted"] for n in sizes])).abs().max() < 0.1
