@@ -70,7 +70,8 @@ def _counts(inversions, n) -> tuple[torch.Tensor, torch.Tensor]:
     inversions, n = torch.as_tensor(inversions).double(), torch.as_tensor(n).double()
     if (n < 1).any() or (inversions < 0).any():
         raise GeomlibError("inversion bounds need sizes N of 1 or more and inversions of 0 or more.")
-    return torch.broadcast_tensors(inversions, n)
+    inversions, n = torch.broadcast_tensors(inversions, n)
+    return inversions.where(~n.isnan(), torch.nan), n
 
 
 def inversion_bound(inversions: torch.Tensor | float, n: torch.Tensor | int) -> Certificate:
@@ -133,30 +134,31 @@ def certificate(
     - "combined": for each source the tighter of "rowwise" and the sketch of that rank.
 
     Args:
-        magnitudes: a_i = alpha_i ‖v_i‖ (for "constant_norm": alpha_i), (..., source).
+        magnitudes: a_i = alpha_i ‖v_i‖ (for "constant_norm": alpha_i), (..., source), computed in float32 or better:
+            half precision rounds them by more than what is allowed for below.
         selected: the set S of each operation, boolean, (..., source).
         sink: True: source 0 has a norm and cosines of its own, and the first coordinate of a sketch is along v_0; False:
             source 0 is like the others. Where source 0 is not visible, both are the same, sketches aside.
-        values: value states, (..., source, dim), from which intervals (over the visible sources), norm ratio, and
+        values: value states, (..., source, dim), leading axes that broadcast to those of `magnitudes`, from which intervals (over the visible sources), norm ratio, and
             sketches are measured.
         visible: the sources that count, boolean, (..., source). None: all.
-        mu, kappa: intervals in place of measured ones, for "constant_norm" and "global".
+        mu, kappa: intervals in place of measured ones, for "constant_norm" and "global"; both, also sink-agnostic.
         norm_ratio: in place of the measured one.
         tail: take the quantiles `tail` and 1 - `tail` (outward to 1/1000) of the measured cosines in place of least
             and greatest: tighter, and no bound any more. For "constant_norm" and "global".
         rank: coordinates per source of "sketch" and "combined".
 
     Raises:
-        GeomlibError: an unknown level, shapes that do not fit, a level without the values that it needs.
+        GeomlibError: an unknown level, shapes that do not fit, a level without what it needs, input that is not finite.
 
     Source: arXiv 2602.01893 for constant_norm; THEORY section 4. Keys are rounded outward by 4 (N + dim + 8) machine
     epsilons of a_i (a_i + A), A the sum of the selected magnitudes, which covers the rounding of both these and the exact
     keys: a certificate is not above the computed F either.
     """
+    visible = torch.ones_like(selected) if visible is None and isinstance(selected, torch.Tensor) else visible
+    _check(magnitudes, selected, level, values, visible, mu, kappa, norm_ratio, sink, tail, rank)
     dtype = torch.promote_types(magnitudes.dtype, torch.float32)
     a = magnitudes.detach().to(dtype)
-    visible = torch.ones_like(selected) if visible is None else visible
-    _check(a, selected, level, values, visible, mu, kappa, norm_ratio, sink, rank)
     selected, visible, a = torch.broadcast_tensors(selected, visible, a)
     size = selected.sum(-1)
     rest = visible & ~selected
@@ -195,27 +197,67 @@ def certificate(
     return Certificate(*prf(size, false_positives, false_negatives))
 
 
-def _check(a, selected, level, values, visible, mu, kappa, norm_ratio, sink, rank) -> None:
+def _check(a, selected, level, values, visible, mu, kappa, norm_ratio, sink, tail, rank) -> None:
     if level not in LEVELS:
         raise GeomlibError(f"unknown level {level!r}: give one of {', '.join(LEVELS)}.")
-    sources = a.shape[-1]
-    for name, mask in (("selected", selected), ("visible", visible)):
-        if mask.dtype != torch.bool or mask.shape[-1] != sources:
-            raise GeomlibError(f"{name} must be boolean with {sources} sources, not {tuple(mask.shape)} {mask.dtype}.")
-    if values is not None and (values.ndim < 2 or values.shape[-2] != sources):
-        raise GeomlibError(f"values {tuple(values.shape)} do not fit {sources} magnitudes: give (..., source, dim).")
-    if (selected & ~visible).any() or not selected.any(-1).all() or not (visible & ~selected).any(-1).all():
-        raise GeomlibError("every operation needs one or more selected and one or more unselected visible sources.")
-    if not torch.isfinite(a).all() or (a < 0).any():
-        raise GeomlibError("magnitudes must be finite and not negative.")
+    _check_operations(a, selected, visible)
+    if not isinstance(sink, bool):
+        raise GeomlibError(f"sink = {sink!r} is not usable: give True (sink-aware) or False (agnostic).")
+    if values is not None:
+        _check_values(values, a.shape[-1])
+        try:
+            torch.broadcast_shapes(values.shape[:-1], a.shape)
+        except RuntimeError:
+            raise GeomlibError(
+                f"values {tuple(values.shape)} do not fit magnitudes {tuple(a.shape)}: give leading axes that broadcast, "
+                f"as values[:, None] for (head, query, source)."
+            ) from None
     if values is None and (level in ("rowwise", "sketch", "combined") or mu is None or kappa is None):
         raise GeomlibError(
             f"{level} needs values" + (", or mu and kappa." if level in ("constant_norm", "global") else ".")
         )
+    for name, ends in (("mu", mu), ("kappa", kappa)):
+        if ends is None:
+            continue
+        ordered = len(ends) == 2 and torch.as_tensor(ends[0]) <= torch.as_tensor(ends[1])  # not so with NaN
+        if not torch.as_tensor(ordered).all():
+            raise GeomlibError(f"{name} = {ends} is no interval: give its low end and its high end.")
     if level == "constant_norm" and sink and values is None and norm_ratio is None:
         raise GeomlibError("constant_norm needs values, or a norm_ratio beside mu and kappa.")
-    if rank < 0 or (values is not None and rank > values.shape[-1]):
-        raise GeomlibError(f"rank {rank} is not usable: give 0 to the values' dimension.")
+    if norm_ratio is not None and not (torch.as_tensor(norm_ratio) >= 0).all():
+        raise GeomlibError(f"norm_ratio = {norm_ratio} is not usable: give a norm over a norm, 0 or more.")
+    if tail is not None and not 0 <= tail < 0.5:
+        raise GeomlibError(f"tail = {tail} is not usable: give a share from 0 to below 0.5.")
+    if values is not None:
+        _check_rank(rank, values.shape[-1])
+
+
+def _check_operations(magnitudes, selected, visible) -> None:
+    for name, x in (("magnitudes", magnitudes), ("selected", selected), ("visible", visible)):
+        if not isinstance(x, torch.Tensor) or x.ndim < 1:
+            raise GeomlibError(f"{name} must be a tensor of (..., source), not {type(x).__name__}.")
+    sources = magnitudes.shape[-1]
+    for name, mask in (("selected", selected), ("visible", visible)):
+        if mask.dtype != torch.bool or mask.shape[-1] != sources:
+            raise GeomlibError(f"{name} must be boolean with {sources} sources, not {tuple(mask.shape)} {mask.dtype}.")
+    if (selected & ~visible).any() or not selected.any(-1).all() or not (visible & ~selected).any(-1).all():
+        raise GeomlibError("every operation needs one or more selected and one or more unselected visible sources.")
+    if not torch.isfinite(magnitudes).all() or (magnitudes < 0).any():
+        raise GeomlibError("magnitudes must be finite and not negative.")
+
+
+def _check_values(values, sources: int | None = None) -> None:
+    if not isinstance(values, torch.Tensor) or values.ndim < 2 or 0 in values.shape:
+        raise GeomlibError("values must be a tensor of (..., source, dim), neither of them 0.")
+    if sources is not None and values.shape[-2] != sources:
+        raise GeomlibError(f"values {tuple(values.shape)} do not fit {sources} magnitudes: give (..., source, dim).")
+    if not torch.isfinite(values).all():
+        raise GeomlibError("values hold NaN or infinite numbers: check the model's precision and weights.")
+
+
+def _check_rank(rank: int, dim: int) -> None:
+    if not isinstance(rank, int) or not 0 <= rank <= dim:
+        raise GeomlibError(f"rank {rank!r} is not usable: give a whole number from 0 to the values' dimension {dim}.")
 
 
 def _interval_keys(a, selected, ends) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,8 +288,8 @@ def _global_intervals(units, visible, aware, mu, kappa, tail):
         with_sink = pair.clone()
         with_sink[..., 1:, :] = False
         cosines = cosines.expand(pair.shape).flatten(-2)
-        mu = mu or _range(cosines, (pair & ~with_sink).flatten(-2), tail)
-        kappa = kappa or _range(cosines, with_sink.flatten(-2), tail)
+        mu = mu if mu is not None else _range(cosines, (pair & ~with_sink).flatten(-2), tail)
+        kappa = kappa if kappa is not None else _range(cosines, with_sink.flatten(-2), tail)
     # Given ends in double: rounded to less, an interval could lose what it must hold.
     (mu_low, mu_high), (kappa_low, kappa_high) = (
         [
@@ -300,8 +342,10 @@ def sketch_directions(values: torch.Tensor, rank: int, sink: bool = True) -> tor
     """The orthonormal directions of a sketch, (..., rank, dim), float64: v_0's first if `sink`, then the principal ones
     (uncentred) of the unit values, in what v_0 leaves. Nested: the first k are those of rank k.
 
-    Any orthonormal set gives a valid certificate; this one is chosen to leave little.
+    Any orthonormal set gives a valid certificate; this one is chosen to leave little. Errors: as `certificate`.
     """
+    _check_values(values)
+    _check_rank(rank, values.shape[-1])
     values = values.detach().double()
     units = values / values.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     if not sink:
@@ -344,7 +388,7 @@ def spherical_coherence(dim: int, sources: int, delta: float = 0.05) -> float:
     sqrt(2 log(sources² / delta) / dim), at most 1 (which says nothing): the cap bound P(cos >= c) <= exp(-dim c² / 2)
     for both signs of all pairs. THEORY section 5.
     """
-    if dim < 1 or sources < 1 or not 0 < delta < 1:
+    if not (dim >= 1 and sources >= 1 and 0 < delta < 1):
         raise GeomlibError("spherical_coherence needs dim and sources of 1 or more and delta between 0 and 1.")
     return min(1.0, math.sqrt(2 * math.log(sources**2 / delta) / dim))
 
@@ -353,7 +397,11 @@ def coherence(values: torch.Tensor, visible: torch.Tensor | None = None) -> Cohe
     """Norms and cosines of value states (..., source, dim), over all sources or the visible ones (..., source).
 
     Source 0 is the sink; where it is not visible, kappa and the norm ratio are NaN. Needs two others or more.
+    GeomlibError: fewer of them, shapes that do not fit, values that are not finite.
     """
+    _check_values(values)
+    if visible is not None and (visible.dtype != torch.bool or visible.shape[-1] != values.shape[-2]):
+        raise GeomlibError(f"visible must be boolean with {values.shape[-2]} sources, not {tuple(visible.shape)}.")
     values = values.detach().double()
     sources = values.shape[-2]
     keep = torch.ones(sources, dtype=torch.bool, device=values.device) if visible is None else visible
@@ -421,16 +469,27 @@ def gaussian_prediction(
     Returns:
         Prediction of (...), float64.
 
+    Raises:
+        GeomlibError: as `certificate`; means or spreads that are not finite, negative spreads, fewer than two draws.
+
     Source: THEORY section 5 (ours). The draws depend on the shape of `magnitudes` alone: selections in a leading axis share
     them, so that curves over N are smooth.
     """
-    a = magnitudes.detach().double()
-    visible = torch.ones_like(selected) if visible is None else visible
-    selected, visible, a = torch.broadcast_tensors(selected, visible, a)
-    if draws < 2:
+    visible = torch.ones_like(selected) if visible is None and isinstance(selected, torch.Tensor) else visible
+    _check_operations(magnitudes, selected, visible)
+    if not isinstance(draws, int) or draws < 2:
         raise GeomlibError("a standard error needs two draws or more.")
     if (kappa_mean is None) != (kappa_sd is None):
         raise GeomlibError("give kappa_mean and kappa_sd together, or neither.")
+    sees = visible[..., :1]
+    for name, x in (("mu_mean", mu_mean), ("mu_sd", mu_sd), ("mu_row_sd", mu_row_sd), ("kappa_mean", kappa_mean),
+                    ("kappa_sd", kappa_sd)):  # fmt: skip
+        if x is None or (name.startswith("kappa") and not sees.any()):
+            continue
+        if not torch.isfinite(torch.as_tensor(x)).all() or (name.endswith("sd") and (torch.as_tensor(x) < 0).any()):
+            raise GeomlibError(f"{name} must be finite" + (" and not negative." if name.endswith("sd") else "."))
+    a = magnitudes.detach().double()
+    selected, visible, a = torch.broadcast_tensors(selected, visible, a)
     as_column = [
         None if x is None else torch.as_tensor(x, dtype=torch.float64, device=a.device)[..., None]
         for x in (mu_mean, mu_sd, mu_row_sd, kappa_mean, kappa_sd)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from geomlib.errors import GeomlibError
 from geomlib.stats import (
     LEVEL,
     REPLICATES,
@@ -159,6 +160,7 @@ def tightness(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
 def agreement(table: pd.DataFrame) -> pd.DataFrame:
     """The Gaussian model (sink-aware) against the exact F, over heads (means over documents): columns size, exact,
     predicted, correlation. `table` of the analysis "bounds", final query."""
+    _needs_prediction(table)
     heads = head_means(table[table["size"] > 1], "f", by=["level", "sink", "size"])
     heads = heads.groupby(["level", "sink", "size", "layer", "head"])["f"].mean()
     pairs = pd.DataFrame({"exact": heads.loc[("exact", "none")], "predicted": heads.loc[("gaussian", "aware")]})
@@ -167,9 +169,15 @@ def agreement(table: pd.DataFrame) -> pd.DataFrame:
     return groups.mean().assign(correlation=correlation).reset_index()
 
 
+def _needs_prediction(table: pd.DataFrame) -> None:
+    if not (table["level"] == "gaussian").any():
+        raise GeomlibError("the table has no Gaussian prediction: measure the bounds with queries = 'last'.")
+
+
 def prediction_gaps(table: pd.DataFrame) -> pd.DataFrame:
     """How far the Gaussian model is from permuted directions and from the exact F: rows (sink, compared with), columns
     mean and largest absolute difference of the mean F over N >= 2. `table` of the analysis "bounds", final query."""
+    _needs_prediction(table)
     means = by_size(table)
     rows = {}
     for sink, other in (("aware", "permuted"), ("agnostic", "permuted"), ("aware", "exact")):

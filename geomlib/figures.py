@@ -11,6 +11,7 @@ import seaborn as sns
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle
+from matplotlib.ticker import MaxNLocator
 
 from geomlib.geometry import separability
 from geomlib.stats import head_means, summary
@@ -207,7 +208,7 @@ def bounds_curves(table: pd.DataFrame, panels: dict[str, Sequence[tuple[str, str
                 {"-": ":", "--": "-."}.get(line, line) if light else line,
             )
         _doubling(axis, means["size"].unique())
-        axis.set(title=title, ylim=(0, 0.9))
+        axis.set(title=title, ylim=(0, 1.03))
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize="x-small")
     axes[0][0].set_ylabel("F$_N$, mean over heads and layers")
     return figure
@@ -268,7 +269,7 @@ def per_head(table: pd.DataFrame, level: str, sink: str, sizes: Sequence[int]) -
         axis.plot([0, 1], [0, 1], color="grey", linewidth=1)
         axis.set(title=f"N = {size}", xlabel="exact F$_N$", xlim=(0, 1.02), ylim=(0, 1.02), aspect="equal")
     np.atleast_1d(axes)[0].set_ylabel(f"{LEVELS[level][0]}")
-    figure.colorbar(shown, ax=axes, label="layer", shrink=0.85)
+    figure.colorbar(shown, ax=axes, label="layer", shrink=0.85, ticks=MaxNLocator(integer=True))
     return figure
 
 
@@ -293,5 +294,5 @@ def assumptions(table: pd.DataFrame) -> Figure:
     sink.axhline(0, color="grey", linewidth=1)
     sink.axvline(1, color="grey", linewidth=1)
     sink.set(xlabel="r: norm of the sink over the others'", ylabel="mean κ")
-    figure.colorbar(shown, ax=sink, label="layer")
+    figure.colorbar(shown, ax=sink, label="layer", ticks=MaxNLocator(integer=True))
     return figure

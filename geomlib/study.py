@@ -42,6 +42,10 @@ class _Analysis(NamedTuple):
     schema: dict[str, tuple[str, str]]
     code: tuple[str, ...]
     observer: Callable[["Study", str], Any]  # of the study and the window's key
+    # Why a table can be empty; mostly sliding windows in every layer, of which the length says nothing.
+    empty: str = (
+        "no query of {model} sees more than N of sizes {sizes} sources, so nothing is unselected: give smaller sizes."
+    )
 
 
 ANALYSES = {
@@ -64,6 +68,8 @@ ANALYSES = {
         theory.SELECTION_SCHEMA,
         ("bounds", "controls", "theory"),
         lambda s, key: theory.SelectionTable(s.length, s.sizes),
+        "no top-N set of {model} with N of sizes {sizes} has two sources besides the first and leaves one out: give other "
+        "sizes, or longer windows.",
     ),
 }
 
@@ -144,10 +150,9 @@ class Study(BaseModel):
             GeomlibError: bad input, a folder that holds another study, a full disk, NaN in the model. What was
                 measured before stays.
         """
-        names = [analyses] if isinstance(analyses, str) else list(analyses)
-        for name in names:
-            if name not in ANALYSES:
-                raise GeomlibError(f"unknown analysis {name!r}: give any of {', '.join(ANALYSES)}.")
+        names = [analyses] if isinstance(analyses, str) else list(analyses or [])
+        for name in names or [None]:
+            _known(name)
         # The text first: what is wrong with it shows before a model is fetched or loaded.
         corpus = text_corpus(self.text) if self.text else load_corpus(self.corpus, detokenise=self.detokenise)
         if model is None:
@@ -172,8 +177,12 @@ class Study(BaseModel):
         bar = tqdm(total=len(todo) * model.layers, disable=None if progress else True, unit="layer", desc=model.name)
         with bar:
             for file, window, missing in todo:
-                for name, table in self._measure(model, window, missing, bar).items():
-                    _write(table, folder / name / file, name, record["key"])
+                tables = self._measure(model, window, missing, bar)
+                for name, table in tables.items():
+                    if not table.empty:
+                        _write(table, folder / name / file, name, record["key"])
+                for name in (n for n, table in tables.items() if table.empty):  # after what there is has been kept
+                    raise GeomlibError(ANALYSES[name].empty.format(model=model.name, sizes=self.sizes))
         tables = {name: load_table(folder, name) for name in names}
         return tables[analyses] if isinstance(analyses, str) else tables
 
@@ -194,11 +203,6 @@ class Study(BaseModel):
         tables = {}
         for name, observer in observers.items():
             table = observer.table()
-            if table.empty:  # sliding windows of every layer: the length says less than they do
-                raise GeomlibError(
-                    f"no query of {model.name} sees more than N of sizes {self.sizes} sources, so nothing is unselected: "
-                    f"give smaller sizes."
-                )
             table.insert(0, "document", window.document)
             tables[name] = table.astype({c: t for c, (t, _) in ANALYSES[name].schema.items() if c in table})
         return tables
@@ -239,12 +243,15 @@ def results_root() -> Path:
 
 def load_table(folder: str | Path, analysis: str = "separability") -> pd.DataFrame:
     """One table of a study's folder, windows in order, checked; warns when windows are still missing."""
+    _known(analysis)
     folder = Path(folder)
     if not (folder / "study.json").is_file():
         raise GeomlibError(f"{folder} holds no study (no study.json): give the folder that a run wrote.")
     files = sorted((folder / analysis).glob("*.parquet"))
     if not files:
-        raise GeomlibError(f"{folder} holds no finished window of {analysis} yet: run the study again, it continues.")
+        raise GeomlibError(
+            f"{folder} holds no finished window of {analysis} yet: run the study with analyses={analysis!r}, it continues."
+        )
     record = json.loads((folder / "study.json").read_text())
     if len(files) < len(record["windows"]):
         warnings.warn(
@@ -258,6 +265,11 @@ def load_table(folder: str | Path, analysis: str = "separability") -> pd.DataFra
     table = pd.concat(parts, ignore_index=True)
     check_table(table, analysis)
     return table
+
+
+def _known(analysis: str) -> None:
+    if not isinstance(analysis, str) or analysis not in ANALYSES:
+        raise GeomlibError(f"unknown analysis {analysis!r}: give any of {', '.join(ANALYSES)}.")
 
 
 _SHARES = ("precision", "recall", "f", "holds", "separated")

@@ -6,6 +6,7 @@ import pandas as pd
 import torch
 
 from geomlib.attention import Block
+from geomlib.errors import GeomlibError
 
 
 class BinnedMeans:
@@ -19,6 +20,8 @@ class BinnedMeans:
     """
 
     def __init__(self, length: int, queries: str, sizes: Sequence[int], bins: int):
+        if queries not in ("all", "last"):
+            raise GeomlibError(f"queries = {queries!r} is not usable: give all or last.")
         self.length, self.queries, self.sizes = length, queries, tuple(sizes)
         self.edges = [length - 1, length] if queries == "last" else [round(i * length / bins) for i in range(bins + 1)]
         self._sums: dict[tuple, torch.Tensor] = {}

@@ -5,7 +5,7 @@ And the theory without a model: certified and predicted F from an attention prof
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pandas as pd
@@ -25,6 +25,7 @@ from geomlib.bounds import (
     spherical_coherence,
 )
 from geomlib.controls import random_directions
+from geomlib.errors import GeomlibError
 from geomlib.geometry import SIZES, separability, tiles_of
 from geomlib.models import Model
 from geomlib.tables import BinnedMeans
@@ -105,8 +106,23 @@ def every_level(
         (level, head, query, size, 5) float64: levels as `_NAMES`, then precision, recall, F, whether these do not exceed
         the exact ones, whether F = 1 is certified; and the inversions, (head, query, size). NaN where N >= T.
 
+    Raises:
+        GeomlibError: shapes that do not fit, sizes that do not rise, input that is not finite.
+
     One (source, source) array of cosines exists at a time. Source: `bounds.certificate`, which says the same slowly.
     """
+    queries, count = weights.shape[-2:] if weights.ndim == 3 else (0, 0)
+    if values.ndim != 2 or values.shape[0] != count or tuple(visible.shape) != (queries, count):
+        raise GeomlibError(
+            f"weights {tuple(weights.shape)}, values {tuple(values.shape)} and visible {tuple(visible.shape)} do not fit: "
+            f"give (head, query, source), (source, dim) and (query, source)."
+        )
+    if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
+        raise GeomlibError(f"sizes {tuple(sizes)} are not usable: give rising whole numbers N of 1 or more.")
+    if not torch.isfinite(weights).all() or not torch.isfinite(values).all():
+        raise GeomlibError("weights or values hold NaN or infinite numbers: check the model's precision and weights.")
+    dtype = torch.promote_types(torch.promote_types(weights.dtype, values.dtype), torch.float32)
+    weights, values = weights.to(dtype), values.to(dtype)
     sources = torch.arange(visible.shape[1])
     # Where the visible sources have holes, or the first one moves back: the range around them, which stays a bound.
     low = torch.where(visible, sources, len(sources)).amin(1).flip(0).cummin(0).values.flip(0)
@@ -321,6 +337,13 @@ def profile_table(
     Returns:
         Columns profile, dim, sink_mass, norm_ratio, kappa, size, certified, predicted, standard_error.
     """
+    for name, rest in profiles.items():
+        if not (rest >= 0).all() or not 0 < rest.sum() < float("inf"):
+            raise GeomlibError(f"the profile {name!r} is not usable: give weights of 0 or more, some of them above 0.")
+    for name, given, low, high in (("sink_masses", sink_masses, 0, 1), ("norm_ratios", norm_ratios, 0, float("inf")),
+                                   ("kappas", kappas, -1, 1)):  # fmt: skip
+        if not all(low <= x <= high for x in given):
+            raise GeomlibError(f"{name} = {tuple(given)} are not usable: give numbers from {low} to {high}.")
     rows = []
     grid = product(profiles.items(), dims, sink_masses, norm_ratios, kappas)
     for (name, rest), dim, mass, ratio, kappa in grid:

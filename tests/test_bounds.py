@@ -597,7 +597,7 @@ CHOSEN = torch.tensor([True, True, False, False])
         ({"visible": torch.ones(4)}, "visible must be boolean with 4 sources"),
         ({"visible": torch.ones(5, dtype=torch.bool)}, "visible must be boolean with 4 sources"),
         ({"values": torch.ones(3, 2)}, r"values \(3, 2\) do not fit 4 magnitudes"),
-        ({"values": torch.ones(4)}, r"values \(4,\) do not fit 4 magnitudes"),
+        ({"values": torch.ones(4)}, "values must be a tensor of"),
         ({"visible": torch.tensor([True, False, True, True])}, "one or more selected and one or more unselected"),
         ({"selected": torch.zeros(4, dtype=torch.bool)}, "one or more selected and one or more unselected"),
         ({"selected": torch.ones(4, dtype=torch.bool)}, "one or more selected and one or more unselected"),
@@ -615,8 +615,24 @@ CHOSEN = torch.tensor([True, True, False, False])
             {"level": "constant_norm", "values": None, "mu": (0, 0), "kappa": (0, 0)},
             "constant_norm needs values, or a norm_ratio beside mu and kappa",
         ),
-        ({"level": "sketch", "rank": -1}, "rank -1 is not usable: give 0 to the values' dimension"),
-        ({"level": "combined", "rank": 3}, "rank 3 is not usable: give 0 to the values' dimension"),
+        ({"level": "sketch", "rank": -1}, "rank -1 is not usable: give a whole number from 0"),
+        ({"level": "combined", "rank": 3}, "rank 3 is not usable: give a whole number from 0"),
+        ({"level": "sketch", "rank": 1.0}, "rank 1.0 is not usable: give a whole number from 0"),
+        ({"values": torch.tensor([[1.0, NAN]]).expand(4, 2)}, "values hold NaN or infinite numbers"),
+        ({"level": "sketch", "values": torch.full((4, 2), math.inf)}, "values hold NaN or infinite numbers"),
+        ({"values": torch.ones(4, 0)}, "values must be a tensor of"),
+        ({"values": torch.ones(3, 4, 2), "magnitudes": torch.ones(2, 4)}, "give leading axes that broadcast"),
+        ({"level": "global", "mu": (0.1, -0.1)}, r"mu = \(0.1, -0.1\) is no interval"),
+        ({"level": "global", "kappa": (NAN, 0.1)}, r"kappa = \(nan, 0.1\) is no interval"),
+        ({"level": "global", "mu": (0.1,)}, r"mu = \(0.1,\) is no interval"),
+        ({"level": "global", "tail": 0.5}, "tail = 0.5 is not usable"),
+        ({"level": "global", "tail": NAN}, "tail = nan is not usable"),
+        ({"level": "constant_norm", "norm_ratio": -1.0}, "norm_ratio = -1.0 is not usable"),
+        ({"level": "constant_norm", "norm_ratio": NAN}, "norm_ratio = nan is not usable"),
+        ({"sink": "agnostic"}, "sink = 'agnostic' is not usable"),
+        ({"magnitudes": [1.0] * 4}, "magnitudes must be a tensor of"),
+        ({"selected": [True, False]}, "selected must be a tensor of"),
+        ({"selected": torch.tensor(True)}, "selected must be a tensor of"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(change, says):
@@ -625,6 +641,40 @@ def test_bad_input_is_refused_in_one_sentence(change, says):
     with pytest.raises(GeomlibError, match=says) as caught:
         certificate(**arguments | change)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"magnitudes": torch.tensor([0.1, NAN, 0.1, 0.1])}, "magnitudes must be finite and not negative"),
+        ({"magnitudes": torch.tensor([0.1, -0.1, 0.1, 0.1])}, "magnitudes must be finite and not negative"),
+        ({"selected": torch.ones(4, dtype=torch.bool)}, "one or more selected and one or more unselected"),
+        ({"visible": torch.tensor([True, False, True, True])}, "one or more selected and one or more unselected"),
+        ({"selected": CHOSEN.int()}, "selected must be boolean"),
+        ({"mu_mean": NAN}, "mu_mean must be finite"),
+        ({"mu_sd": -0.1}, "mu_sd must be finite and not negative"),
+        ({"kappa_mean": 0.1}, "give kappa_mean and kappa_sd together"),
+        ({"kappa_mean": NAN, "kappa_sd": 0.1}, "kappa_mean must be finite"),
+        ({"draws": 1}, "two draws or more"),
+        ({"draws": 2.5}, "two draws or more"),
+    ],
+)
+def test_a_prediction_from_bad_input_is_refused(change, says):
+    arguments = {"magnitudes": torch.ones(4), "selected": CHOSEN, "mu_mean": 0.1, "mu_sd": 0.2}
+    gaussian_prediction(**arguments)
+    with pytest.raises(GeomlibError, match=says):
+        gaussian_prediction(**arguments | change)
+
+
+@pytest.mark.parametrize("call", [
+    lambda: sketch_directions(torch.ones(3, 2), -1), lambda: sketch_directions(torch.ones(3, 2), 3),
+    lambda: sketch_directions(torch.full((3, 2), NAN), 1), lambda: coherence([1.0, 2.0]),
+    lambda: coherence(torch.full((4, 2), NAN)), lambda: coherence(torch.ones(4, 2), torch.ones(3, dtype=torch.bool)),
+    lambda: coherence(torch.ones(4, 2), torch.ones(4)),
+])  # fmt: skip
+def test_other_bad_input_is_refused(call):
+    with pytest.raises(GeomlibError):
+        call()
 
 
 def test_constant_norm_without_sink_needs_no_ratio():

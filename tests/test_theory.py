@@ -553,6 +553,40 @@ def test_what_a_profile_certifies_holds_on_the_sphere(mass, ratio, kappa):
     assert (true.mean(0) - torch.tensor([table.loc[n, "predicted"] for n in sizes])).abs().max() < 0.1
 
 
+@pytest.mark.parametrize(("wrong", "says"), [
+    ({"sizes": (4, 2)}, "give rising whole numbers"), ({"sizes": (0, 2)}, "give rising whole numbers"),
+    ({"sizes": ()}, "give rising whole numbers"), ({"visible": torch.ones(1, 12, dtype=torch.bool)}, "do not fit"),
+    ({"values": torch.ones(3, 12, 4)}, "do not fit"), ({"weights": torch.ones(3, 12)}, "do not fit"),
+    ({"weights": torch.full((2, 3, 12), math.nan)}, "NaN or infinite"), ({"values": torch.full((12, 4), math.inf)}, "NaN or"),
+])  # fmt: skip
+def test_every_level_refuses_what_does_not_fit(wrong, says):
+    given = {
+        "weights": torch.ones(2, 3, 12),
+        "values": torch.ones(12, 4),
+        "visible": torch.ones(3, 12, dtype=torch.bool),
+    }
+    with pytest.raises(GeomlibError, match=says):
+        every_level(**given | {"sizes": (2, 4)} | wrong)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"profiles": {"u": torch.zeros(5)}}, {"profiles": {"u": -torch.ones(5)}}, {"sink_masses": [2.0]}, {"sink_masses": [-0.5]},
+    {"norm_ratios": [-1.0]}, {"kappas": [2.0]}, {"kappas": [math.nan]},
+])  # fmt: skip
+def test_profile_table_refuses_what_cannot_be(wrong):
+    with pytest.raises(GeomlibError, match="not usable"):
+        profile_table(**{"profiles": {"u": torch.ones(5)}, "dims": [64]} | wrong)
+
+
+def test_a_table_without_prediction_is_refused():
+    table = planted_predictions().query("level == 'exact'")
+    for call in (agreement, prediction_gaps):
+        with pytest.raises(GeomlibError, match="queries = 'last'"):
+            call(table)
+    with pytest.raises(GeomlibError, match="give all or last"):
+        BoundsTable(24, "final")
+
+
 # --- in a study -------------------------------------------------------------------------------------------------------
 
 ALL = ["separability", "bounds", "coherence"]
@@ -730,3 +764,17 @@ def test_no_theorem_fails_on_real_text(name):
         print(f"{name}: {level}: {len(sharp)} of {len(found)} operations leave no room for rounding")
         assert len(found) > 0.6 * OPERATIONS and len(sharp) > 0.5 * len(found)
         assert len(set(sharp)) > 5
+
+
+def test_what_there_is_is_kept_when_one_analysis_finds_nothing(fields, model, tmp_path):
+    """No set of one source has two besides the sink."""
+    study = Study(**fields | {"sizes": (1,), "queries": "last"})
+    with pytest.raises(GeomlibError, match="no top-N set of .* has two sources besides the first"):
+        study.run(tmp_path, model, analyses=["coherence", "selection", "bounds"])
+    assert len(load_table(tmp_path, "coherence")) and len(load_table(tmp_path, "bounds"))
+
+
+@pytest.mark.parametrize("analysis", ["Bounds", "", ".", None])
+def test_a_table_of_no_known_analysis(analysis, tmp_path):
+    with pytest.raises(GeomlibError, match="unknown analysis"):
+        load_table(tmp_path, analysis)
