@@ -22,6 +22,7 @@ LEVELS = ("constant_norm", "global", "rowwise", "sketch", "combined")
 TAIL = 0.05  # of the quantile intervals: 5 to 95 %
 STEPS = 1000  # their grid per unit of cosine, outward
 DRAWS = 40
+GUARD = 4  # machine epsilons of outward rounding, per term of a sum: see `certificate`
 
 
 class Certificate(NamedTuple):
@@ -179,7 +180,7 @@ def certificate(
         a[..., 0] *= norm_ratio
     total = (a * selected).sum(-1, keepdim=True)
     tiny = torch.finfo(dtype).tiny
-    slack = 4 * torch.finfo(dtype).eps * (size[..., None] + dim + 8) * a * (a + total) + tiny
+    slack = GUARD * torch.finfo(dtype).eps * (size[..., None] + dim + 8) * a * (a + total) + tiny
 
     if level in ("sketch", "combined"):
         upper, lower = _sketched_keys(a, units, selected, rank, sink)

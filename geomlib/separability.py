@@ -8,19 +8,13 @@ import torch
 from geomlib.attention import Block
 from geomlib.controls import RANDOM_RANKINGS, random_directions, random_scores
 from geomlib.geometry import SIZES, Separability, separability
-from geomlib.tables import BinnedMeans
+from geomlib.tables import COLUMNS, BinnedMeans
 
 CONTROLS = ("random", "magnitude")
 METRICS = Separability._fields
 
 SCHEMA: dict[str, tuple[str, str]] = {
-    "document": ("string", "id of the document the window was taken from"),
-    "layer": ("int16", "layer, from 0"),
-    "head": ("int16", "query head, from 0"),
-    "query_from": ("int32", "first query position of the bin"),
-    "query_to": ("int32", "one past its last query position"),
-    "queries": ("int32", "queries of the bin that see more than `size` sources; all means are over these"),
-    "size": ("int32", "N, the number of selected sources"),
+    **COLUMNS,
     "ranking": ("string", "attention, contribution, or random"),
     "distance": ("string", "euclidean or cosine"),
     "control": ("string", "none (the ranked sets themselves), random, or magnitude (directions permuted)"),

@@ -8,6 +8,17 @@ import torch
 from geomlib.attention import Block
 from geomlib.errors import GeomlibError
 
+# Columns that name a row of every table of binned means: name -> type, meaning.
+COLUMNS: dict[str, tuple[str, str]] = {
+    "document": ("string", "id of the document the window was taken from"),
+    "layer": ("int16", "layer, from 0"),
+    "head": ("int16", "query head, from 0"),
+    "query_from": ("int32", "first query position of the bin"),
+    "query_to": ("int32", "one past its last query position"),
+    "queries": ("int32", "queries of the bin that see more than `size` sources; all means are over these"),
+    "size": ("int32", "N, the number of selected sources"),
+}
+
 
 class BinnedMeans:
     """Means per layer, query head, bin of query position and size, for every combination of further names.

@@ -15,6 +15,7 @@ from geomlib import _kernels
 from geomlib.attention import Block, observe
 from geomlib.bounds import (
     DRAWS,
+    GUARD,
     TAIL,
     certificate,
     coherence,
@@ -28,7 +29,7 @@ from geomlib.controls import random_directions
 from geomlib.errors import GeomlibError
 from geomlib.geometry import SIZES, separability, tiles_of
 from geomlib.models import Model
-from geomlib.tables import BinnedMeans
+from geomlib.tables import COLUMNS, BinnedMeans
 
 RANKS = (0, 1, 4, 16)  # of the sketches
 _NAMES = [("exact", "none")]
@@ -39,17 +40,10 @@ _NAMES += [(f"sketch_{r}", "aware" if r else "none") for r in RANKS]
 _NAMES += [(f"sketch_{r}", "agnostic") for r in RANKS if r]
 _NAMES += [("combined", "aware")]
 THEOREMS = ("inversion", "joint_inversion", "global", "rowwise", *(f"sketch_{r}" for r in RANKS), "combined")
-_GUARD = 4.0  # as in `bounds.certificate`
 
 METRICS = ("precision", "recall", "f", "holds", "separated", "standard_error")
 SCHEMA: dict[str, tuple[str, str]] = {
-    "document": ("string", "id of the document the window was taken from"),
-    "layer": ("int16", "layer, from 0"),
-    "head": ("int16", "query head, from 0"),
-    "query_from": ("int32", "first query position of the bin"),
-    "query_to": ("int32", "one past its last query position"),
-    "queries": ("int32", "queries of the bin that see more than `size` sources; all means are over these"),
-    "size": ("int32", "N, the number of selected sources"),
+    **COLUMNS,
     "level": ("string", "exact, inversion, joint_inversion, constant_norm, global, quantile, rowwise, sketch_R, combined, gaussian, permuted"),
     "sink": ("string", "aware, agnostic, or none (the level knows no difference)"),
     "precision": ("float64", "mean precision that the level certifies (exact, permuted: reaches; gaussian: predicts)"),
@@ -60,13 +54,13 @@ SCHEMA: dict[str, tuple[str, str]] = {
     "standard_error": ("float64", "mean standard error of f from the simulation; 0 where nothing is simulated"),
 }  # fmt: skip
 SELECTION_SCHEMA: dict[str, tuple[str, str]] = {
-    **{c: SCHEMA[c] for c in ("document", "layer", "head", "query_from", "query_to", "queries", "size")},
+    **COLUMNS,
     "within": ("float64", "mean cosine of two selected sources' value states, the sink apart"),
     "across": ("float64", "mean cosine of a selected and an unselected one's, the sink apart"),
 }
 COHERENCE_SCHEMA: dict[str, tuple[str, str]] = {
-    "document": ("string", "id of the document the window was taken from"),
-    "layer": ("int16", "layer, from 0"),
+    "document": COLUMNS["document"],
+    "layer": COLUMNS["layer"],
     "head": ("int16", "query head, from 0; those that share a KV head have equal rows"),
     "dim": ("int32", "dimension of the value states"),
     "sources": ("int32", "sources of the window, all of which count"),
@@ -153,7 +147,7 @@ def every_level(
         weights.contiguous().numpy(), padded[0].numpy(), tiles[0].numpy(), norms.numpy(), cosines.numpy(),
         visible.contiguous().numpy(), np.asarray(sizes, np.int64), intervals, ratio.numpy(), basis.contiguous().numpy(),
         coordinates.transpose(1, 2).to(values.dtype).contiguous().numpy(), residuals.to(values.dtype).contiguous().numpy(),
-        np.asarray(ranks, np.int64), _GUARD * torch.finfo(values.dtype).eps, out, inversions,
+        np.asarray(ranks, np.int64), GUARD * torch.finfo(values.dtype).eps, out, inversions,
     )  # fmt: skip
     return torch.from_numpy(out), torch.from_numpy(inversions)
 
@@ -178,7 +172,7 @@ class BoundsTable:
 
     Args:
         length, queries, sizes, bins: as `tables.BinnedMeans` takes them. With queries "last" there are two more levels
-            (for every query they would take hours): the Gaussian prediction, and F with directions permuted among the
+            (for every query they would take minutes a window): the Gaussian prediction, and F with directions permuted among the
             sources, for which it is a model; both aware of the sink (whose direction stays its own) or not.
         key: names the run and the text; decides the simulation's draws.
 
