@@ -10,7 +10,8 @@ import numpy as np
 from numba import njit, prange
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment
-METRICS = 9  # precision, recall, f, margin, inversions, false_positives, false_negatives, rho_min, rho_max
+# precision, recall, f, margin, inversions, false_positives, false_negatives, rho_min, rho_max, farthest, nearest, f_without
+METRICS = 12
 EUCLIDEAN, COSINE = 0, 1
 BY_ATTENTION, BY_CONTRIBUTION, BY_SCORES = 0, 1, 2
 TILE = 64  # sources per tile: 64 dims x 64 sources of float32 is half of a first-level cache
@@ -201,9 +202,38 @@ def _keys(distance, alpha, norms, dots, length, keys):
             keys[i] = -(a * dots[i]) / (a * norms[i] * length + dots.dtype.type(1e-12))
 
 
+@njit(cache=True, fastmath=_FAST)
+def _f(size, false_positives, false_negatives):
+    precision = size / (size + false_positives)
+    recall = (size - false_negatives) / size
+    both = precision + recall
+    return 2 * precision * recall / both if both > 0 else 0.0
+
+
+@njit(cache=True, fastmath=_FAST)
+def _replacements(scores, seen, order, sizes, count, taken, follow):
+    """follow[c]: the best source outside the top sizes[c], ties to the lower index, -1 for none. taken is scratch, all False."""
+    for r in range(sizes[count - 1]):
+        taken[order[r]] = True
+    for c in range(count):
+        best = -1
+        if c + 1 < count:
+            for r in range(sizes[c], sizes[c + 1]):
+                i = order[r]
+                if best < 0 or scores[i] > scores[best] or (scores[i] == scores[best] and i < best):
+                    best = i
+        else:
+            for i in range(len(scores)):
+                if seen[i] and not taken[i] and (best < 0 or scores[i] > scores[best]):
+                    best = i
+        follow[c] = best
+    for r in range(sizes[count - 1]):
+        taken[order[r]] = False
+
+
 @njit(cache=True, parallel=True, fastmath=_FAST)
 def separability_rows(
-    weights, values, tiles, norms, scores, visible, directions, sizes, ranking, distances, permuted, out
+    weights, values, tiles, norms, scores, visible, exclude, directions, without, sizes, ranking, distances, permuted, full, out
 ):  # fmt: skip
     """All metrics of all query rows.
 
@@ -211,9 +241,11 @@ def separability_rows(
         weights: (batch, query, source); values: (batch, source, dim); tiles: the same, (batch, tile, dim x TILE), see
         `_products`, dim padded with zeros to a multiple of 8 here and in `values`;
         norms: ‖v‖, (batch, source); scores: (batch, query, source) or (1, 1, 1) unless ranking is BY_SCORES;
-        visible: candidates, (query, source); directions: (batch, query, source) int32 or (1, 1, 1) unless `permuted`:
+        visible: candidates, (query, source); exclude: a source of each row that is none, or -1, (batch, query); directions: (batch, query, source) int32 or (1, 1, 1) unless `permuted`:
         source i borrows the direction of source directions[i] and keeps its own magnitude;
-        sizes: ascending, (size,); distances: codes, (distance,); out: float64 (distance, batch, query, size, METRICS).
+        sizes: ascending, (size,); distances: codes, (distance,); full: all METRICS, else
+        precision, recall, f and what they count, the others NaN; out: float64 (distance, batch, query, size, METRICS).
+        without: a source whose absence is tried too, with `full` and not with `permuted`; or -1.
     """
     batch, queries, sources = weights.shape
     dim = values.shape[2]
@@ -231,12 +263,21 @@ def separability_rows(
         chosen = np.empty(largest, weights.dtype)
         wrong = np.empty(sources + 1, weights.dtype)
         keys = np.empty(sources, weights.dtype)
+        seen = np.empty(sources, np.bool_)
         ratio = np.empty(sources, weights.dtype)
         sums = np.zeros((count_all, dim), weights.dtype)
         products = np.empty((count_all, tiles.shape[1] * TILE), weights.dtype)
+        tried = count_all if without >= 0 else 0
+        rest = np.zeros((tried, dim), weights.dtype)
+        rest_products = np.empty((tried, tiles.shape[1] * TILE), weights.dtype)
+        follow = np.empty(tried, np.int32)
+        taken = np.zeros(sources, np.bool_)
         for q in range(first, min(first + _ROWS, queries)):
             alpha = weights[b, q]
-            seen = visible[q]
+            for i in range(sources):
+                seen[i] = visible[q, i]
+            if exclude[b, q] >= 0:
+                seen[exclude[b, q]] = False
             total = 0
             for i in range(sources):
                 index[total] = i
@@ -289,6 +330,43 @@ def separability_rows(
                 done = sizes[c]
             _products(tiles[b], sums, count, low // TILE, (high + TILE - 1) // TILE, products)
 
+            # Without a selected source: the others and the next best; summed anew, for it may be most of the sum.
+            changed = count  # from this size on it is selected
+            place = -1
+            if without >= 0 and seen[without]:
+                for r in range(sizes[count - 1]):
+                    if order[r] == without:
+                        place = r
+                while changed > 0 and 0 <= place < sizes[changed - 1]:
+                    changed -= 1
+            if changed < count:
+                for i in range(low, high):
+                    if ranking == BY_ATTENTION:
+                        work[i] = alpha[i]
+                    else:
+                        work[i] = alpha[i] * norms[b, i] if ranking == BY_CONTRIBUTION else scores[b, q, i]
+                _replacements(work, seen, order, sizes, count, taken, follow)
+                for c in range(changed, count):
+                    total_here = rest[c - changed]
+                    for d in range(dim):
+                        total_here[d] = rest[c - changed - 1, d] if c > changed else zero
+                    for r in range(sizes[c - 1] if c > changed else 0, sizes[c]):
+                        i = order[r]
+                        if i != without:
+                            a = alpha[i]
+                            v = values[b, i]
+                            for d in range(len(total_here)):
+                                total_here[d] += a * v[d]
+                for c in range(changed, count):
+                    i = follow[c]
+                    if i >= 0:
+                        a = alpha[i]
+                        v = values[b, i]
+                        total_here = rest[c - changed]
+                        for d in range(len(total_here)):
+                            total_here[d] += a * v[d]
+                _products(tiles[b], rest, count - changed, low // TILE, (high + TILE - 1) // TILE, rest_products)
+
             for c in range(count):
                 length = zero
                 for d in range(dim):
@@ -309,8 +387,17 @@ def separability_rows(
                                 keys[i] = np.inf
                     size = sizes[c]
                     fp, fn, inversions, far, near, top, bottom = _extremal(
-                        keys, order, size, low, high, chosen, wrong, True
+                        keys, order, size, low, high, chosen, wrong, full
                     )
+                    out[m, b, q, c, 0] = size / (size + fp)
+                    out[m, b, q, c, 1] = (size - fn) / size
+                    out[m, b, q, c, 2] = _f(size, fp, fn)
+                    out[m, b, q, c, 5] = fp
+                    out[m, b, q, c, 6] = fn
+                    if not full:
+                        for k in (3, 4, 7, 8, 9, 10, 11):
+                            out[m, b, q, c, k] = np.nan
+                        continue
                     if distances[m] == EUCLIDEAN:
                         # From the vectors, not from the key: k + ‖s‖² cancels where a selected source lies near s.
                         far_a, near_a = alpha[far], alpha[near]
@@ -334,18 +421,48 @@ def separability_rows(
                     else:
                         rho_max, rho_min = 1.0 + np.float64(top), 1.0 + np.float64(bottom)
                         margin = np.float64(bottom) - np.float64(top)
-                    precision = size / (size + fp)
-                    recall = (size - fn) / size
-                    out[m, b, q, c, 0] = precision
-                    out[m, b, q, c, 1] = recall
-                    both = precision + recall
-                    out[m, b, q, c, 2] = 2 * precision * recall / both if both > 0 else 0.0
                     out[m, b, q, c, 3] = margin
                     out[m, b, q, c, 4] = inversions
-                    out[m, b, q, c, 5] = fp
-                    out[m, b, q, c, 6] = fn
                     out[m, b, q, c, 7] = rho_min
                     out[m, b, q, c, 8] = rho_max
+                    out[m, b, q, c, 9] = far
+                    out[m, b, q, c, 10] = near
+                    if without < 0:
+                        out[m, b, q, c, 11] = np.nan
+                    elif not seen[without]:
+                        out[m, b, q, c, 11] = out[m, b, q, c, 2]
+                    elif size >= total - 1:
+                        out[m, b, q, c, 11] = np.nan
+                    elif (
+                        c < changed
+                    ):  # unselected: the same sum, one less in the way; keys of the selected are inf by now
+                        strays = fn if bottom <= top else 0  # `chosen` holds no others
+                        own = keys[without]
+                        keys[without] = np.inf
+                        next_bottom = _least(keys[low:high])
+                        fn = 0
+                        for r in range(strays):
+                            fn += chosen[r] >= next_bottom
+                        out[m, b, q, c, 11] = _f(size, fp - (own <= top), fn)
+                    else:
+                        other_length = zero
+                        for d in range(dim):
+                            other_length += rest[c - changed, d] * rest[c - changed, d]
+                        other_dots = rest_products[c - changed]
+                        _keys(
+                            distances[m], alpha[low:high], norms[b, low:high], other_dots[low:high],
+                            np.sqrt(other_length),
+                            keys[low:high],
+                        )  # fmt: skip
+                        if holes:
+                            for i in range(low, high):
+                                if not seen[i]:
+                                    keys[i] = np.inf
+                        keys[without] = np.inf
+                        order[place] = follow[c]
+                        fp, fn, _, _, _, _, _ = _extremal(keys, order, size, low, high, chosen, wrong, False)
+                        order[place] = without
+                        out[m, b, q, c, 11] = _f(size, fp, fn)
 
 
 @njit(cache=True, inline="always")

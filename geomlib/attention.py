@@ -54,6 +54,9 @@ class Block:
         batch: index in the batch. Padded queries and sources are left out, so that a padded row of a batch gives the
             same blocks as the text alone. Where a cache holds earlier tokens, the sources are those of the cache
             (a sliding window's cache forgets the oldest), and its padded ones stay, never visible.
+        outputs: the heads' outputs z = sum_i alpha_i v_i before the output projection and before any head mask, (query head,
+            query, dim), same dtype; where not given they are computed.
+        shared: what observers of this block computed and others may use.
     """
 
     layer: int
@@ -63,6 +66,12 @@ class Block:
     visible: torch.Tensor
     learned_sink_mass: torch.Tensor | None
     batch: int = 0
+    outputs: torch.Tensor = None
+    shared: dict = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self):
+        if self.outputs is None:
+            object.__setattr__(self, "outputs", self.weights @ self.values)
 
 
 Observer = Callable[[Block], None]
@@ -204,9 +213,9 @@ def _attend(state, layer, batch, query, key, value, mask, scaling, softcap, s_au
                 full = full.new_zeros(heads, n, sources)
                 full[..., low:high] = weights.detach()
             block = Block(layer, positions[start : start + step], full, values, rows_seen,
-                          None if sink_mass is None else sink_mass.detach(), batch)  # fmt: skip
-            for observer in state.observers:
-                observer(block)
+                          None if sink_mass is None else sink_mass.detach(), batch, z.detach())  # fmt: skip
+            for observer in sorted(state.observers, key=lambda o: not getattr(o, "shares", False)):
+                observer(block)  # those first whose work others take
         for intervention in state.interventions:
             if intervention.head_mask is not None:
                 z = z * intervention.head_mask[layer].to(z)[:, None, None]

@@ -1,15 +1,19 @@
 """The paper's claims as rules over numbers. The rules of C1 and C2 were written before our tables were made, after the
 means of one window had been seen, that of C7 was decided before any norm had been looked at; that of C3 follows from the theorems.
+Those of C4, C5 and C6 were written with the sink's norms and cosines on the two embedded models known (the theory chapter prints them)
+and before F with and without it had been measured; those of C8 to C10 before any label had been given.
 `direction` is no claim of the paper's and came after a look at the tables.
 
 Verdicts: "holds", "holds in part", "does not hold", "not testable here".
 """
 
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 import pandas as pd
 
+from geomlib import taxonomy
 from geomlib.errors import GeomlibError
 from geomlib.stats import (
     LEVEL,
@@ -21,10 +25,15 @@ from geomlib.stats import (
     document_means,
     head_means,
     positive_share,
+    regime_shares,
     summary,
 )
 from geomlib.theory import THEOREMS
 
+SMALLER = (3, 10)  # how many times smaller C4 has it: the paper's range
+OFTEN = 1 / 3  # of the pairs (head, N) that C6 calls "often"
+RETRIEVERS = (0.058, 0.172)  # shares of Retriever heads in the paper's models, for C8
+SUBSTANTIAL = 0.6  # Cohen's kappa from which Landis and Koch (1977) call agreement substantial, for C9
 CONSTANT = 0.2  # standard deviation over mean up to which C7 calls norms "about constant"
 INTERMEDIATE = 32  # the largest N that counts as "sparse or intermediate" in C2: an eighth of the paper's largest N
 
@@ -115,6 +124,86 @@ def c3(table: pd.DataFrame) -> Verdict:
     return Verdict("C3", statement, rule, measured, verdict)
 
 
+def c4(table: pd.DataFrame) -> Verdict:
+    """C4: the sink's value norm is 3-10 times smaller; of a `sinks` table."""
+    low, high = SMALLER
+    statement = f"the sink's value norm is {low}-{high} times smaller"
+    rule = (
+        f"Mean norm of the other values over the sink's, mean over documents, median over heads. It and its 95 % interval from "
+        f"{low} to {high}: holds; its interval above 1: holds in part; else: does not hold. Needs two documents or more."
+    )
+    heads = _heads_by_document(table[table["source"] == 0], "times_smaller")
+    if len(heads) < 2:
+        return Verdict("C4", statement, rule, "too few documents", "not testable here")
+    each = heads.mean().to_numpy()
+    least, most = _interval(np.median(_bootstrap(heads.to_numpy(), REPLICATES, 0), axis=1), LEVEL)
+    inside = ((each >= low) & (each <= high)).mean()
+    measured = (
+        f"median {np.median(each):.2f} [{least:.2f}, {most:.2f}]; {inside:.0%} of the heads from {low} to {high}, "
+        f"{(each < 1).mean():.0%} below 1"
+    )
+    good = low <= least and most <= high
+    verdict = "holds" if good else "holds in part" if least > 1 else "does not hold"
+    return Verdict("C4", statement, rule, measured, verdict)
+
+
+def c5(table: pd.DataFrame) -> Verdict:
+    """C5: the sink's direction is negatively aligned with the others; of a `sinks` table."""
+    statement = "the sink's direction is negatively aligned with the others"
+    rule = (
+        "Share of the heads whose mean cosine of the sink's value with the others', mean over documents, is below 0. At least "
+        "90 %: holds; more than half, with its 95 % interval: holds in part; else: does not hold. Needs two documents or more."
+    )
+    heads = _heads_by_document(table[table["source"] == 0], "cosine_mean")
+    if len(heads) < 2:
+        return Verdict("C5", statement, rule, "too few documents", "not testable here")
+    drawn = _bootstrap(heads.to_numpy(), REPLICATES, 0)
+    share, mean = (heads.mean() < 0).mean(), heads.mean().mean()
+    (low, high), (least, most) = _interval((drawn < 0).mean(1), LEVEL), _interval(drawn.mean(1), LEVEL)
+    measured = (
+        f"{share:.0%} [{low:.0%}, {high:.0%}] of the heads below 0; mean cosine {mean:+.2f} [{least:+.2f}, {most:+.2f}]"
+    )
+    verdict = "holds" if share >= 0.9 else "holds in part" if low > 0.5 else "does not hold"
+    return Verdict("C5", statement, rule, measured, verdict)
+
+
+def sink_cost(table: pd.DataFrame, without: str = "sink") -> pd.DataFrame:
+    """Rows of a `sink_effect` table whose sink is selected, N >= 2, with a column `cost` = f_without - f_with."""
+    part = table[(table["sink"] == "selected") & (table["without"] == without) & (table["size"] >= 2)]
+    return part.assign(cost=part["f_without"] - part["f_with"])
+
+
+def c6(table: pd.DataFrame) -> Verdict:
+    """C6: the sink in the top-N lowers F_N, often by half; of a `sink_effect` table."""
+    statement = "the sink in the top N lowers F, often by half"
+    rule = (
+        "Over the operations that select the sink, for each N >= 2: F without the sink as a candidate less F with it. Its 95 % "
+        f"interval above 0 at every N, and F at least halved for {OFTEN:.0%} or more of the pairs (head, N), means over "
+        "documents: holds; above 0 at some N: holds in part; else: does not hold. Needs two documents or more."
+    )
+    part = sink_cost(table)
+    if part["document"].nunique() < 2:
+        return Verdict("C6", statement, rule, "too few documents or no sink selected", "not testable here")
+    cost = summary(part, "cost")
+    pairs = [head_means(part, v).groupby(["layer", "head", "size"])[v].mean() for v in ("f_with", "f_without")]
+    halved = (2 * pairs[0] <= pairs[1]).mean()
+    good = (cost["low"] > 0).to_numpy()
+    means = [summary(part, v).set_index("size")["mean"] for v in ("f_with", "f_without")]
+    at = means[0].index[0]
+    worst = (means[0] / means[1]).idxmin()
+    measured = (
+        f"lower at {good.sum()} of {len(good)} N; with / without {means[0][at]:.2f} / {means[1][at]:.2f} at N = {at}, "
+        f"{means[0][worst]:.2f} / {means[1][worst]:.2f} at N = {worst}, the greatest loss; halved for {halved:.0%} of the pairs"
+    )
+    grade = _grade(good)
+    return Verdict("C6", statement, rule, measured, "holds in part" if grade == "holds" and halved < OFTEN else grade)
+
+
+def _heads_by_document(table: pd.DataFrame, value: str) -> pd.DataFrame:
+    """Documents as rows, heads as columns."""
+    return table.pivot(index="document", columns=["layer", "head"], values=value)
+
+
 def c7(table: pd.DataFrame) -> Verdict:
     """C7: non-sink value norms are about constant; of a `coherence` table."""
     statement = "value norms other than the sink's are about constant"
@@ -133,6 +222,79 @@ def c7(table: pd.DataFrame) -> Verdict:
     )
     verdict = "holds" if share["mean"] >= 0.9 else "holds in part" if share["mean"] >= 0.5 else "does not hold"
     return Verdict("C7", statement, rule, measured, verdict)
+
+
+def c8(table: pd.DataFrame) -> Verdict:
+    """C8: Retriever heads are a minority; of a `taxonomy` table."""
+    low, high = RETRIEVERS
+    statement = f"Retriever heads are a minority ({low:.1%}-{high:.1%} in the paper's models)"
+    rule = (
+        f"Share of the heads labelled Retriever. Its 95 % interval below one half, and the share from {low:.1%} to {high:.1%}: "
+        "holds; the interval below one half: holds in part; else: does not hold. Needs two documents or more."
+    )
+    shares = regime_shares(table).set_index("regime")
+    found = shares.loc["Retriever"]
+    if found["documents"] < 2:
+        return Verdict("C8", statement, rule, "too few documents", "not testable here")
+    each = ", ".join(f"{r} {s['mean']:.1%} [{s['low']:.1%}, {s['high']:.1%}]" for r, s in shares.iterrows())
+    minority = found["high"] < 0.5
+    verdict = "holds" if minority and low <= found["mean"] <= high else "holds in part" if minority else "does not hold"
+    return Verdict("C8", statement, rule, each, verdict)
+
+
+def c9(tables: dict[str, dict[str, pd.DataFrame]]) -> Verdict:
+    """C9: which of Mixer and Reset dominates depends on the model and not on the corpus; of `taxonomy` tables, model ->
+    corpus -> table."""
+    statement = "which of Mixer and Reset dominates depends on the model and not on the corpus"
+    rule = (
+        "Of each model, on each corpus, the commoner of the two. The same on all corpora, and Cohen's kappa of the heads' labels "
+        f"{SUBSTANTIAL} or more between any two: it does not depend on the corpus. Not the same for all models: it depends on the "
+        "model. Both: holds; the former only: holds in part; else: does not hold. Needs two corpora or more of each model."
+    )
+    parts, commoner, stable = [], {}, True
+    for model, corpora in tables.items():
+        heads = {corpus: taxonomy.regimes(table) for corpus, table in corpora.items()}
+        if len(heads) < 2:
+            return Verdict("C9", statement, rule, f"{model}: one corpus", "not testable here")
+        counts = [h["regime"].value_counts().reindex(["Mixer", "Reset"], fill_value=0) for h in heads.values()]
+        names = {"neither" if c["Mixer"] == c["Reset"] else c.idxmax() for c in counts}
+        pairs = [taxonomy.agreement(a, b) for a, b in combinations(heads.values(), 2)]
+        share, kappa = min(p.share for p in pairs), min(p.kappa for p in pairs)
+        commoner[model] = names
+        stable &= len(names) == 1 and "neither" not in names and (kappa >= SUBSTANTIAL or share == 1)
+        parts.append(
+            f"{model}: {' or '.join(sorted(names))}, labels agree {share:.0%} or more, kappa {kappa:.2f} or more"
+        )
+    differ = len({tuple(n) for n in commoner.values()}) > 1
+    verdict = "does not hold" if not stable else "holds" if differ else "holds in part"
+    return Verdict("C9", statement, rule, "; ".join(parts), verdict)
+
+
+def c10(table: pd.DataFrame) -> Verdict:
+    """C10: Mixers align with the sink and Retrievers with the current token; of a `taxonomy` table."""
+    statement = "Mixers align with the sink and Retrievers with the current token"
+    rule = (
+        "Mean cosine of the output z with the sink's value (Mixers) and with the current token's (Retrievers): above 0, and above "
+        "that of all other heads with the whole 95 % interval of the difference. Both: holds; one: holds in part; none: does not "
+        "hold. Needs two documents or more and heads of both regimes and of others."
+    )
+    regime = taxonomy.regimes(table).set_index(["layer", "head"])["regime"]
+    each = taxonomy.regimes(table, by=["document"])
+    good, parts = [], []
+    for name, value in (("Mixer", "cos_sink"), ("Retriever", "cos_current")):
+        heads = _heads_by_document(each, value)
+        mine = (regime.reindex(heads.columns) == name).to_numpy()
+        if len(heads) < 2 or mine.all() or not mine.any():
+            return Verdict("C10", statement, rule, f"{mine.sum()} heads of {len(mine)} are {name}", "not testable here")
+        drawn = _bootstrap(heads.to_numpy(), REPLICATES, 0)
+        low, high = _interval(drawn[:, mine].mean(1) - drawn[:, ~mine].mean(1), LEVEL)
+        own, rest = heads.loc[:, mine].mean().mean(), heads.loc[:, ~mine].mean().mean()
+        good.append(own > 0 and low > 0)
+        target = "sink" if name == "Mixer" else "current token"
+        parts.append(
+            f"{name} with the {target} {own:+.2f}, other heads {rest:+.2f}, difference [{low:+.2f}, {high:+.2f}]"
+        )
+    return Verdict("C10", statement, rule, "; ".join(parts), _grade(np.array(good)))
 
 
 def tightness(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:

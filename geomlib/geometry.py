@@ -25,7 +25,9 @@ class Separability(NamedTuple):
     precision = N / (N + false_positives); recall = (N - false_negatives) / N; f = their harmonic mean;
     margin = rho_min - rho_max, positive exactly when f is 1; inversions = pairs (selected, unselected) in the wrong
     order; false_positives = unselected within rho_max; false_negatives = selected at or beyond rho_min;
-    rho_min = distance of the nearest unselected source; rho_max = distance of the farthest selected one.
+    rho_min = distance of the nearest unselected source; rho_max = distance of the farthest selected one; farthest and
+    nearest = which sources these are (one of them where several are at that distance); f_without = f as it is where
+    the source `without` is left out (NaN unless asked for).
     """
 
     precision: torch.Tensor
@@ -37,6 +39,9 @@ class Separability(NamedTuple):
     false_negatives: torch.Tensor
     rho_min: torch.Tensor
     rho_max: torch.Tensor
+    farthest: torch.Tensor
+    nearest: torch.Tensor
+    f_without: torch.Tensor
 
 
 def separability(
@@ -48,6 +53,8 @@ def separability(
     visible: torch.Tensor | None = None,
     exclude: torch.Tensor | None = None,
     directions: torch.Tensor | None = None,
+    counts_only: bool = False,
+    without: int | None = None,
 ) -> Separability:
     """How separable the top-N sources of each query are from the rest, for every N of `sizes` together.
 
@@ -60,9 +67,13 @@ def separability(
         distance: "euclidean" or "cosine"; a sequence of them gives a leading axis in that order, at little more cost.
         visible: True where the query may see the source, (query, source). None: all. A visible source of weight 0
             counts, an invisible one does not.
-        exclude: sources left out as if they were not there, neither selected nor unselected, (source,). None: none.
+        exclude: sources left out as if they were not there, neither selected nor unselected: boolean (source,), or whole
+            numbers (..., query), one source of each row (-1: none of them). None: none.
         directions: magnitude control, (..., query, source) whole numbers: source i keeps its magnitude
             alpha_i ‖v_i‖ and borrows the direction of source directions[i]. None: its own.
+        counts_only: give precision, recall, f, false_positives and false_negatives alone, the other fields NaN: faster.
+        without: also give f_without, the f that `exclude` of this source gives, for about a third more time. Not together
+            with directions or counts_only.
 
     Returns:
         Separability of (..., query, size).
@@ -79,10 +90,18 @@ def separability(
     *lead, queries, sources = weights.shape
     sizes = [int(n) for n in sizes]
     _check(weights, values, sizes, ranking, distances, visible, exclude, directions)
+    if without is not None and (directions is not None or counts_only or not 0 <= without < sources):
+        raise GeomlibError(
+            f"without = {without!r} is not usable: give a source, and neither directions nor counts_only."
+        )
 
     candidates = torch.ones(queries, sources, dtype=torch.bool, device=weights.device) if visible is None else visible
-    if exclude is not None:
+    each = torch.full(weights.shape[:-1], -1, device=weights.device)  # a source to leave out of each row
+    if exclude is not None and exclude.dtype == torch.bool:
         candidates = candidates & ~exclude
+    elif exclude is not None:
+        each = exclude
+    each = each.reshape(-1, queries)
     values = values.expand(*lead, *values.shape[-2:]).reshape(-1, *values.shape[-2:])
     weights = weights.reshape(-1, queries, sources)
     if isinstance(ranking, torch.Tensor):
@@ -91,7 +110,7 @@ def separability(
         directions = directions.expand(*lead, queries, sources).reshape(weights.shape)
     ascending = sorted(set(sizes))
     compute = _on_cpu if weights.device.type == "cpu" else _in_torch
-    out = compute(weights, values, ascending, ranking, distances, candidates, directions)
+    out = compute(weights, values, ascending, ranking, distances, candidates, each, directions, counts_only, without)
     out = out[..., [ascending.index(n) for n in sizes], :]
     shape = (*lead, queries, len(sizes)) if isinstance(distance, str) else (len(distances), *lead, queries, len(sizes))
     return Separability(*(x.reshape(shape) for x in out.unbind(-1)))
@@ -113,11 +132,21 @@ def _check(weights, values, sizes, ranking, distances, visible, exclude, directi
     for name in distances:
         if name not in DISTANCES:
             raise GeomlibError(f"unknown distance {name!r}: give one of {', '.join(DISTANCES)}.")
-    for name, mask, shape in (("visible", visible, (queries, sources)), ("exclude", exclude, (sources,))):
-        if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != shape):
+    if visible is not None and (visible.dtype != torch.bool or tuple(visible.shape) != (queries, sources)):
+        raise GeomlibError(
+            f"visible must be a boolean tensor of shape {(queries, sources)}, not {tuple(visible.shape)} {visible.dtype}."
+        )
+    if exclude is not None:
+        whole = exclude.dtype in (torch.int32, torch.int64)
+        if tuple(exclude.shape) != (tuple(weights.shape[:-1]) if whole else (sources,)) or (
+            not whole and exclude.dtype != torch.bool
+        ):
             raise GeomlibError(
-                f"{name} must be a boolean tensor of shape {shape}, not {tuple(mask.shape)} {mask.dtype}."
+                f"exclude must be a boolean tensor of shape {(sources,)} or whole numbers of shape "
+                f"{tuple(weights.shape[:-1])}, not {tuple(exclude.shape)} {exclude.dtype}."
             )
+        if whole and not ((exclude >= -1) & (exclude < sources)).all():
+            raise GeomlibError(f"exclude names sources outside 0 to {sources - 1}: give those, or -1 for none.")
     if directions is not None and directions.shape[-2:] != weights.shape[-2:]:
         raise GeomlibError(f"directions {tuple(directions.shape)} do not fit weights {tuple(weights.shape)}.")
     for name, tensor in (("weights", weights), ("values", values)):
@@ -125,7 +154,9 @@ def _check(weights, values, sizes, ranking, distances, visible, exclude, directi
             raise GeomlibError(f"{name} hold NaN or infinite numbers: check the model's precision and weights.")
 
 
-def _on_cpu(weights, values, sizes, ranking, distances, candidates, directions) -> torch.Tensor:
+def _on_cpu(
+    weights, values, sizes, ranking, distances, candidates, exclude, directions, counts_only, without
+) -> torch.Tensor:
     """Through the fused kernel: float64 (distance, batch, query, size, metric)."""
     import numpy as np
 
@@ -146,11 +177,14 @@ def _on_cpu(weights, values, sizes, ranking, distances, candidates, directions) 
         values.norm(dim=-1).numpy(),
         scores,
         candidates.contiguous().numpy(),
+        exclude.to(torch.int32).contiguous().numpy(),
         (torch.zeros(1, 1, 1) if directions is None else directions.contiguous()).to(torch.int32).numpy(),
+        -1 if without is None else without,
         np.asarray(sizes, np.int64),
         code,
         np.asarray([DISTANCES.index(d) for d in distances], np.int64),
         directions is not None,
+        not counts_only,
         out,
     )
     return torch.from_numpy(out)
@@ -167,7 +201,9 @@ def tiles_of(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return padded, tiles.reshape(batch, -1, TILE * padded.shape[-1])
 
 
-def _in_torch(weights, values, sizes, ranking, distances, candidates, directions) -> torch.Tensor:
+def _in_torch(
+    weights, values, sizes, ranking, distances, candidates, exclude, directions, counts_only, without
+) -> torch.Tensor:
     """The same in plain torch, for any device: float64 (distance, batch, query, size, metric)."""
     rows = max(1, (64 << 20) // (4 * weights.shape[0] * (weights.shape[-1] + max(sizes) * values.shape[-1])))
     parts = []
@@ -175,11 +211,20 @@ def _in_torch(weights, values, sizes, ranking, distances, candidates, directions
         part = slice(start, start + rows)
         scores = ranking[:, part] if isinstance(ranking, torch.Tensor) else ranking
         turned = None if directions is None else directions[:, part].long()
-        parts.append(_rows_in_torch(weights[:, part], values, sizes, scores, distances, candidates[part], turned))
+        left = exclude[:, part, None]
+        seen = candidates[part].expand(len(weights), -1, -1)
+        seen = seen & (torch.arange(weights.shape[-1], device=weights.device) != left)
+        rows_of = weights[:, part], values, sizes, scores, distances
+        found = _rows_in_torch(*rows_of, seen, turned, counts_only)
+        if without is not None:
+            others = seen & (torch.arange(weights.shape[-1], device=weights.device) != without)
+            found[..., -1] = _rows_in_torch(*rows_of, others, None, True)[..., 2]
+        parts.append(found)
     return torch.cat(parts, dim=2)
 
 
-def _rows_in_torch(weights, values, sizes, ranking, distances, candidates, directions) -> torch.Tensor:
+def _rows_in_torch(weights, values, sizes, ranking, distances, candidates, directions, counts_only) -> torch.Tensor:
+    """candidates: (batch, query, source)."""
     norms = values.norm(dim=-1)[:, None]  # (batch, 1, source)
     ratio = torch.ones((), dtype=weights.dtype, device=weights.device)
     if directions is not None:
@@ -187,12 +232,14 @@ def _rows_in_torch(weights, values, sizes, ranking, distances, candidates, direc
         ratio = torch.where(other > 0, norms / other, 0.0)
     magnitudes = weights * norms
     scores = {"attention": weights, "contribution": magnitudes}[ranking] if isinstance(ranking, str) else ranking
-    total = candidates.sum(-1)  # (query,)
+    total = candidates.sum(-1)
     order = scores.masked_fill(~candidates, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
-    out = weights.new_full((len(distances), *weights.shape[:2], len(sizes), 9), float("nan"), dtype=torch.float64)
+    out = weights.new_full(
+        (len(distances), *weights.shape[:2], len(sizes), len(Separability._fields)), float("nan"), dtype=torch.float64
+    )
     sources = weights.shape[-1]
     for c, size in enumerate(n for n in sizes if n < sources):
-        selected = torch.zeros_like(candidates).expand_as(weights).scatter(-1, order[..., :size], True)
+        selected = torch.zeros_like(candidates).scatter(-1, order[..., :size], True)
         pull = weights * ratio * selected
         if directions is not None:
             pull = torch.zeros_like(pull).scatter_add(-1, directions, pull)
@@ -207,7 +254,7 @@ def _rows_in_torch(weights, values, sizes, ranking, distances, candidates, direc
                 keys = magnitudes**2 - 2 * dots
             else:
                 keys = -dots / (magnitudes * length + EPSILON)
-            fp, fn, inversions, far, near = extremal(keys, keys, selected, candidates & ~selected)
+            fp, fn, inversions, far, near = extremal(keys, keys, selected, candidates & ~selected, not counts_only)
             if distance == "euclidean":
                 index = torch.stack([near, far], dim=-1)
                 a = (weights * ratio).gather(-1, index) if directions is not None else weights.gather(-1, index)
@@ -222,8 +269,21 @@ def _rows_in_torch(weights, values, sizes, ranking, distances, candidates, direc
                 rho_min = 1 + keys.gather(-1, near[..., None])[..., 0].double()
                 rho_max = 1 + keys.gather(-1, far[..., None])[..., 0].double()
                 margin = rho_min - rho_max
-            metrics = torch.stack([*prf(size, fp, fn), margin, inversions, fp, fn, rho_min, rho_max], dim=-1)
-            out[m, :, :, c] = torch.where((total > size)[:, None], metrics, torch.nan)
+            columns = [
+                *prf(size, fp, fn),
+                margin,
+                inversions,
+                fp,
+                fn,
+                rho_min,
+                rho_max,
+                far.double(),
+                near.double(),
+                torch.full_like(fp, torch.nan),
+            ]
+            if counts_only:
+                columns = [x if k in (0, 1, 2, 5, 6) else torch.full_like(fp, torch.nan) for k, x in enumerate(columns)]
+            out[m, :, :, c] = torch.where((total > size)[..., None], torch.stack(columns, dim=-1), torch.nan)
     return out
 
 

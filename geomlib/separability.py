@@ -11,7 +11,7 @@ from geomlib.geometry import SIZES, Separability, separability
 from geomlib.tables import COLUMNS, BinnedMeans
 
 CONTROLS = ("random", "magnitude")
-METRICS = Separability._fields
+METRICS = Separability._fields[:9]  # the others name sources, or are the sink's
 
 SCHEMA: dict[str, tuple[str, str]] = {
     **COLUMNS,
@@ -28,6 +28,28 @@ SCHEMA: dict[str, tuple[str, str]] = {
     "rho_min": ("float64", "mean distance of the nearest unselected source to the aggregate"),
     "rho_max": ("float64", "mean distance of the farthest selected source to the aggregate"),
 }
+
+
+def attention_sets(
+    block: Block, sizes: Sequence[int], distances: Sequence[str], without: int | None = None
+) -> list[Separability]:
+    """Separability of the block's top-N sets by attention, one for each distance, each of (query head, query, size).
+
+    Several analyses of one forward pass need it: what one of them computed the others take.
+    """
+    shared = block.shared.setdefault("attention sets", {})  # distance -> sizes, without, metrics
+    missing = [d for d in distances if d not in shared or not set(sizes) <= set(shared[d][0])
+               or without not in (None, shared[d][1])]  # fmt: skip
+    if missing:
+        settings = {"distance": missing, "visible": block.visible, "without": without}
+        found = separability(block.weights, block.values, sizes, **settings)
+        for i, distance in enumerate(missing):
+            shared[distance] = (tuple(sizes), without, Separability(*(x[i] for x in found)))
+    sets = []
+    for there, _, found in (shared[d] for d in distances):
+        keep = [there.index(n) for n in sizes]
+        sets.append(found if there == tuple(sizes) else Separability(*(x[..., keep] for x in found)))
+    return sets
 
 
 class SeparabilityTable:
@@ -66,7 +88,12 @@ class SeparabilityTable:
         weights, values, visible = block.weights, block.values, block.visible
         common = {"sizes": self.means.sizes, "distance": self.distances, "visible": visible}
         for ranking in self.rankings:
-            self._add(block, ranking, "none", separability(weights, values, ranking=ranking, **common))
+            if ranking == "attention":
+                found = attention_sets(block, self.means.sizes, self.distances)
+                found = Separability(*(torch.stack(x) for x in zip(*found, strict=True)))
+            else:
+                found = separability(weights, values, ranking=ranking, **common)
+            self._add(block, ranking, "none", found)
             if "magnitude" in self.controls:
                 turned = random_directions(block, self.key)
                 found = separability(weights, values, ranking=ranking, directions=turned, **common)
@@ -77,7 +104,7 @@ class SeparabilityTable:
                 self._add(block, "random", "random", found, self.random_rankings)
 
     def _add(self, block: Block, ranking: str, control: str, found: Separability, draws: int = 1) -> None:
-        for distance, metrics in zip(self.distances, torch.stack(found, dim=1), strict=True):
+        for distance, metrics in zip(self.distances, torch.stack(found[: len(METRICS)], dim=1), strict=True):
             self.means.add(block, {"ranking": ranking, "distance": distance, "control": control}, metrics, draws)
 
     def table(self) -> pd.DataFrame:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
+from geomlib import taxonomy
+
 REPLICATES = 2000
 LEVEL = 0.95
 
@@ -111,6 +113,27 @@ def positive_share(
         (low,), (high,) = _interval(drawn, LEVEL) if len(heads) > 1 else ([np.nan], [np.nan])
         rows.append((*group, (np.nanmean(heads, axis=0) > 0).mean(), low, high, len(heads)))
     return pd.DataFrame(rows, columns=[*by, "mean", "low", "high", "documents"])
+
+
+def regime_shares(table: pd.DataFrame, replicates: int = REPLICATES, seed: int = 0) -> pd.DataFrame:
+    """Share of the query heads that are Retriever, Mixer and Reset, with document-bootstrap intervals: each replicate
+    labels the heads anew from the documents drawn. `table` of the analysis "taxonomy".
+
+    Returns:
+        Columns regime, heads, mean (the share), low, high (NaN for a single document), documents.
+    """
+    each = taxonomy.regimes(table, by=["document"])
+    documents = each["document"].nunique()
+    counts = each[list(taxonomy.VOTES)].mul(each["queries"], axis=0).round().to_numpy().reshape(documents, -1, 3)
+    rng = np.random.default_rng(seed)
+    drawn = rng.multinomial(documents, np.full(documents, 1 / documents), size=replicates).astype(float)
+    labels = taxonomy.label(np.einsum("rd,dhv->rhv", drawn, counts))
+    now = taxonomy.label(counts.sum(0))
+    rows = []
+    for regime in taxonomy.REGIMES:
+        low, high = _interval((labels == regime).mean(1), LEVEL) if documents > 1 else (np.nan, np.nan)
+        rows.append((regime, (now == regime).sum(), (now == regime).mean(), low, high, documents))
+    return pd.DataFrame(rows, columns=["regime", "heads", "mean", "low", "high", "documents"])
 
 
 def _bootstrap(values: np.ndarray, replicates: int, seed: int) -> np.ndarray:

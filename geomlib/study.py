@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from tqdm import tqdm
 
-from geomlib import separability, theory
+from geomlib import separability, sink, taxonomy, theory
 from geomlib.attention import observe
 from geomlib.controls import RANDOM_RANKINGS
 from geomlib.corpora import Window, load_corpus, take_windows, text_corpus
@@ -70,6 +70,19 @@ ANALYSES = {
         lambda s, key: theory.SelectionTable(s.length, s.sizes),
         "no top-N set of {model} with N of sizes {sizes} has two sources besides the first and leaves one out: give other "
         "sizes, or longer windows.",
+    ),
+    "sink_effect": _Analysis(
+        sink.EFFECT_SCHEMA,
+        ("controls", "separability", "sink"),
+        lambda s, key: sink.SinkEffectTable(s.length, s.queries, s.sizes, s.bins, key),
+        "no top-N set of {model} with N of sizes {sizes}, N = 1 apart, leaves two sources out: give other sizes, or longer "
+        "windows.",
+    ),
+    "sinks": _Analysis(
+        sink.SINKS_SCHEMA, ("controls", "separability", "sink"), lambda s, key: sink.SinksTable(s.length)
+    ),
+    "taxonomy": _Analysis(
+        taxonomy.SCHEMA, ("taxonomy",), lambda s, key: taxonomy.TaxonomyTable(s.length, s.queries, s.bins)
     ),
 }
 

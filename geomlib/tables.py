@@ -53,6 +53,7 @@ class BinnedMeans:
             block.visible[keep],
             mass,
             block.batch,
+            block.outputs[:, keep],
         )
 
     def add(self, block: Block, names: dict[str, str], metrics: torch.Tensor, draws: int = 1) -> None:

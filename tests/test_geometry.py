@@ -55,8 +55,20 @@ def slow(weights, values, n, ranking="attention", distance="euclidean", visible=
     fp, fn = sum(d[j] <= rho_max for j in rest), sum(d[i] >= rho_min for i in chosen)
     p, r = n / (n + fp), (n - fn) / n
     inversions = sum(d[j] <= d[i] for i in chosen for j in rest)
+    far, near = max(chosen, key=lambda i: d[i]), min(rest, key=lambda j: d[j])
     return Separability(
-        p, r, 2 * p * r / (p + r) if p + r else 0.0, rho_min - rho_max, inversions, fp, fn, rho_min, rho_max
+        p,
+        r,
+        2 * p * r / (p + r) if p + r else 0.0,
+        rho_min - rho_max,
+        inversions,
+        fp,
+        fn,
+        rho_min,
+        rho_max,
+        far,
+        near,
+        math.nan,
     )
 
 
@@ -118,7 +130,7 @@ def test_agrees_with_the_loop(engine, distance, ranking, masks):
             if expected is None:
                 assert all(math.isnan(x) for x in found)
             else:
-                assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+                assert found == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)
 
 
 def test_float32_kernel_agrees_with_torch_and_float64(monkeypatch):
@@ -181,10 +193,60 @@ def test_a_visible_source_of_weight_zero_counts_and_an_invisible_one_does_not(en
 def test_excluding_is_the_same_as_removing(engine):
     weights, values = planted(6, 40, dim=8, seed=5)
     keep = torch.arange(40) != 0
-    for a, b in zip(
-        separability(weights, values, exclude=~keep), separability(weights[:, keep], values[keep]), strict=True
-    ):
-        torch.testing.assert_close(a, b, equal_nan=True)
+    got, less = separability(weights, values, exclude=~keep), separability(weights[:, keep], values[keep])
+    for name, a, b in zip(Separability._fields, got, less, strict=True):
+        torch.testing.assert_close(a, b + 1 if name in ("farthest", "nearest") else b, equal_nan=True)
+
+
+@pytest.mark.parametrize("ranking", ["attention", "contribution", "scores"])
+@pytest.mark.parametrize("without", [0, 7, 39])
+@pytest.mark.parametrize("ties", [False, True])
+def test_without_a_source_is_the_same_as_excluding_it(ranking, without, ties, engine):
+    weights, values = planted(40, 40, dim=8, seed=5)
+    visible = torch.ones(40, 40, dtype=torch.bool).tril()
+    visible[20:, 3] = False  # a hole
+    visible[30:, :8] = False  # a window
+    weights = (weights * 4).round() / 4 if ties else weights
+    rule = torch.rand(40, 40, generator=torch.Generator().manual_seed(9)) if ranking == "scores" else ranking
+    sizes, kinds = [1, 2, 5, 8, 31, 32], ("euclidean", "cosine")
+    common = {"sizes": sizes, "ranking": rule, "distance": kinds, "visible": visible}
+    got = separability(weights, values, without=without, **common)
+    expected = separability(weights, values, exclude=torch.arange(40) == without, **common)
+    torch.testing.assert_close(got.f_without, expected.f, rtol=1e-12, atol=0, equal_nan=True)
+    for name, a, b in zip(Separability._fields, got, separability(weights, values, **common), strict=True):
+        if name != "f_without":  # trying that changes nothing else
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("distance", ["euclidean", "cosine"])
+def test_each_row_may_leave_out_another_source(distance, engine):
+    weights, values = planted(6, 40, dim=8, seed=5)
+    stacked = torch.stack([weights, weights.flip(0)])
+    left_out = torch.tensor([[0, 3, -1, 39, 0, 17], [5, -1, 0, 0, 1, 2]])
+    visible = torch.arange(40) < torch.tensor([[40], [40], [39], [40], [9], [9]])
+    got = separability(stacked, values, [2, 7, 8, 38], distance=distance, visible=visible, exclude=left_out)
+    for b, row in enumerate(left_out.tolist()):
+        for q, source in enumerate(row):
+            mask = torch.arange(40) == source
+            seen = visible[q : q + 1]
+            alone = separability(
+                stacked[b, q : q + 1], values, [2, 7, 8, 38], distance=distance, visible=seen, exclude=mask
+            )
+            for a, expected in zip(got, alone, strict=True):
+                torch.testing.assert_close(a[b, q], expected[0], equal_nan=True)
+    assert got.f[0, 4].isnan().tolist() == [False, False, True, True]  # 8 of 9 are left
+
+
+def test_counts_only_are_the_same_counts(engine):
+    weights, values = planted(6, 40, dim=8, seed=5)
+    kinds = ("euclidean", "cosine")
+    whole, counts = (separability(weights, values, distance=kinds, counts_only=only) for only in (False, True))
+    for name in Separability._fields:
+        a, b = getattr(whole, name), getattr(counts, name)
+        if name in ("precision", "recall", "f", "false_positives", "false_negatives"):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert b.isnan().all() and not (a.isnan().all() and name != "f_without")
 
 
 def test_leading_axes_and_order_of_sizes(engine):
@@ -257,6 +319,12 @@ def test_aggregate_far_away_keeps_its_digits():
         ({"distance": "manhattan"}, "euclidean, cosine"),
         ({"visible": torch.ones(2, 4, dtype=torch.bool)}, "visible"),
         ({"exclude": torch.ones(5)}, "exclude"),
+        ({"exclude": torch.ones(5, dtype=torch.long)}, "exclude"),  # a source of each query: there are two
+        ({"exclude": torch.tensor([0, 5])}, "outside 0 to 4"),
+        ({"without": 5}, "without = 5"),
+        ({"without": 0, "directions": torch.zeros(2, 5, dtype=torch.long)}, "without = 0"),
+        ({"without": 0, "counts_only": True}, "without = 0"),
+        ({"exclude": torch.tensor([-2, 0])}, "outside 0 to 4"),
         ({"directions": torch.zeros(2, 4)}, "directions"),
     ],
 )
