@@ -3,6 +3,7 @@
     python benchmarks/separability.py                      # the table of the README, a few minutes on 2 cores
     python benchmarks/separability.py --lengths 512 1024   # without the long windows
     python benchmarks/separability.py --analysis bounds    # every certificate of the theory chapter instead
+    python benchmarks/separability.py --analysis heads     # separability alone, and with sink and taxonomy in the same pass
     python benchmarks/separability.py --lens-python PATH   # also TransformerLens, from an environment that has it
 
 Each length is measured in a process of its own, so that peaks do not mix. Forward pass and measurement alternate, and
@@ -50,30 +51,35 @@ def ours(name: str, length: int, repeats: int, analysis: str) -> dict:
 
     import geomlib
     from geomlib.separability import SeparabilityTable
+    from geomlib.sink import SinkEffectTable, SinksTable
+    from geomlib.taxonomy import TaxonomyTable
     from geomlib.theory import BoundsTable
 
     model = geomlib.load_model(name)
     ids = window(model, length)
 
-    def observer(length: int):
-        return (
-            BoundsTable(length, sizes=SIZES)
-            if analysis == "bounds"
-            else SeparabilityTable(length, sizes=SIZES, controls=())
-        )
+    def observers(length: int, analysis: str = analysis) -> list:
+        if analysis == "bounds":
+            return [BoundsTable(length, sizes=SIZES)]
+        alone = [SeparabilityTable(length, sizes=SIZES, controls=())]
+        more = [SinkEffectTable(length, sizes=SIZES), SinksTable(length), TaxonomyTable(length)]
+        return alone + more if analysis == "heads" else alone
 
     def forward():
-        model.hf(ids, use_cache=False)
+        if analysis == "heads":  # compared with separability alone
+            measure("separability")
+        else:
+            model.hf(ids, use_cache=False)
 
-    def measure():
-        table = observer(length)
-        with geomlib.observe(model, table):
+    def measure(analysis: str = analysis):
+        tables = observers(length, analysis)
+        with geomlib.observe(model, *tables):
             model.hf.base_model(ids, use_cache=False)
-        assert len(table.table()) >= model.layers * model.query_heads * len(SIZES) - model.layers * model.query_heads
+        assert all(len(t.table()) >= model.layers * model.query_heads for t in tables)
 
     with torch.no_grad():
         small = window(model, 300)  # compiles and warms what is compiled and warmed once
-        with geomlib.observe(model, observer(300)):
+        with geomlib.observe(model, *observers(300)):
             model.hf.base_model(small, use_cache=False)
         model.hf(small, use_cache=False)
         before = resident()
@@ -165,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 4096])
-    parser.add_argument("--analysis", choices=["separability", "bounds"], default="separability")
+    parser.add_argument("--analysis", choices=["separability", "bounds", "heads"], default="separability")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--lens-python", help="a Python that has transformer_lens")
     parser.add_argument("--skip-eager", action="store_true")
@@ -175,8 +181,9 @@ def main() -> None:
         kind, arguments = options.one
         print(json.dumps({"ours": ours, "eager": eager}[kind](*json.loads(arguments))))
         return
+    base = "separability alone" if options.analysis == "heads" else "SDPA forward"
     print(
-        "| tokens | SDPA forward | all-query geometry | ratio | above the forward, per query-source pair | memory above the model |"
+        f"| tokens | {base} | all-query geometry | ratio | above it, per query-source pair | memory above the model |"
     )
     print("|---|---|---|---|---|---|")
     for length in options.lengths:

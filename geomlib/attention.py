@@ -14,9 +14,9 @@ that call inside its attention modules; the same arithmetic serves both ways.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,19 @@ class Block:
     def __post_init__(self):
         if self.outputs is None:
             object.__setattr__(self, "outputs", self.weights @ self.values)
+
+    def only(self, rows: torch.Tensor) -> "Block":
+        """The block with these of its rows, a boolean (query,)."""
+        mass = self.learned_sink_mass
+        return replace(
+            self,
+            queries=self.queries[rows],
+            weights=self.weights[:, rows],
+            visible=self.visible[rows],
+            learned_sink_mass=None if mass is None else mass[:, rows],
+            outputs=self.outputs[:, rows],
+            shared={},
+        )
 
 
 Observer = Callable[[Block], None]
@@ -399,6 +412,45 @@ def observe(model, *observers: Observer) -> Iterator[None]:
             # by identity: an observer that compares equal to another must not take its place
             state.observers.pop(max(i for i, o in enumerate(state.observers) if o is observer))
         _leave(hf, state)
+
+
+def final_rows(model, input_ids: Sequence[int] | torch.Tensor, rows: int = 1) -> dict[int, Block]:
+    """The last query rows of every layer on one text, kept: for a close look at a few operations.
+
+    Args:
+        input_ids: token ids of the text, (token,).
+        rows: how many queries, up to as many as the text has.
+
+    Returns:
+        layer -> Block of these rows.
+    """
+    ids = torch.as_tensor(input_ids).reshape(1, -1)
+    if not 1 <= rows <= ids.shape[1]:
+        raise GeomlibError(f"rows = {rows} is not usable: the text has {ids.shape[1]} tokens.")
+    kept: dict[int, list[Block]] = {}
+
+    def keep(block: Block) -> None:
+        late = block.queries >= ids.shape[1] - rows
+        if late.any():
+            kept.setdefault(block.layer, []).append(block.only(late))
+
+    hf = _hf(model)
+    with torch.no_grad(), observe(model, keep):
+        hf.base_model(input_ids=ids.to(hf.device), use_cache=False)
+    return {layer: _joined(blocks) for layer, blocks in kept.items()}
+
+
+def _joined(blocks: list[Block]) -> Block:
+    masses = [b.learned_sink_mass for b in blocks]
+    return replace(
+        blocks[0],
+        queries=torch.cat([b.queries for b in blocks]),
+        weights=torch.cat([b.weights for b in blocks], dim=1),
+        visible=torch.cat([b.visible for b in blocks]),
+        learned_sink_mass=None if masses[0] is None else torch.cat(masses, dim=1),
+        outputs=torch.cat([b.outputs for b in blocks], dim=1),
+        shared={},
+    )
 
 
 @contextmanager

@@ -132,7 +132,7 @@ _NO_SOURCE = ("cli.py", "fetch.py", "notebooks.py")
 def _sources_hash(book: Path) -> str:
     """Changes when the notebook's cells or the library behind them do."""
     cells = [(c.cell_type, c.source) for c in nbformat.read(book, as_version=4).cells]
-    code = [p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py")) if p.name not in _NO_SOURCE]
+    code = [p.read_bytes() for p in sorted(Path(__file__).parent.rglob("*.py")) if p.name not in _NO_SOURCE]
     return hashlib.sha256(json.dumps(cells).encode() + b"".join(code)).hexdigest()[:16]
 
 

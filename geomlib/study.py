@@ -73,13 +73,13 @@ ANALYSES = {
     ),
     "sink_effect": _Analysis(
         sink.EFFECT_SCHEMA,
-        ("controls", "separability", "sink"),
+        ("controls", "separability", "sink", "taxonomy"),
         lambda s, key: sink.SinkEffectTable(s.length, s.queries, s.sizes, s.bins, key),
         "no top-N set of {model} with N of sizes {sizes}, N = 1 apart, leaves two sources out: give other sizes, or longer "
         "windows.",
     ),
     "sinks": _Analysis(
-        sink.SINKS_SCHEMA, ("controls", "separability", "sink"), lambda s, key: sink.SinksTable(s.length)
+        sink.SINKS_SCHEMA, ("controls", "separability", "sink", "taxonomy"), lambda s, key: sink.SinksTable(s.length)
     ),
     "taxonomy": _Analysis(
         taxonomy.SCHEMA, ("taxonomy",), lambda s, key: taxonomy.TaxonomyTable(s.length, s.queries, s.bins)
@@ -285,7 +285,10 @@ def _known(analysis: str) -> None:
         raise GeomlibError(f"unknown analysis {analysis!r}: give any of {', '.join(ANALYSES)}.")
 
 
-_SHARES = ("precision", "recall", "f", "holds", "separated")
+_SHARES = (
+    "precision", "recall", "f", "holds", "separated", "f_with", "f_without", "lower", "extreme", "won", "cosine_negative",
+    *taxonomy.VOTES, "sees_sink", "tied",
+)  # fmt: skip
 _COUNTED = ("query_to", "queries", "dim", "sources")  # say no more than the other names of a row
 
 

@@ -33,6 +33,10 @@ class BinnedMeans:
     def __init__(self, length: int, queries: str, sizes: Sequence[int], bins: int):
         if queries not in ("all", "last"):
             raise GeomlibError(f"queries = {queries!r} is not usable: give all or last.")
+        if bins < 1 or len(set(sizes)) < len(sizes):
+            raise GeomlibError(
+                f"bins = {bins} and sizes {tuple(sizes)} are not usable: give 1 bin or more, each size once."
+            )
         self.length, self.queries, self.sizes = length, queries, tuple(sizes)
         self.edges = [length - 1, length] if queries == "last" else [round(i * length / bins) for i in range(bins + 1)]
         self._sums: dict[tuple, torch.Tensor] = {}
@@ -42,19 +46,7 @@ class BinnedMeans:
         if self.queries == "all":
             return block
         keep = block.queries == self.length - 1
-        if not keep.any():
-            return None
-        mass = None if block.learned_sink_mass is None else block.learned_sink_mass[:, keep]
-        return Block(
-            block.layer,
-            block.queries[keep],
-            block.weights[:, keep],
-            block.values,
-            block.visible[keep],
-            mass,
-            block.batch,
-            block.outputs[:, keep],
-        )
+        return block.only(keep) if keep.any() else None
 
     def add(self, block: Block, names: dict[str, str], metrics: torch.Tensor, draws: int = 1) -> None:
         """Add the rows of a block: metrics (metric, head, query, size). NaN in the first metric: the query does not count.

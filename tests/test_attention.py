@@ -1033,3 +1033,56 @@ def test_gradients_flow_through_head_masks_and_cuts():
             slope = (loss(mask + step) - loss(mask - step)) / 2e-3
         assert float(mask.grad[place]) == pytest.approx(float(slope), rel=1e-2, abs=1e-6)  # norms are float32 inside
         assert abs(float(slope)) > 1e-5
+
+
+# --- a close look ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "falcon"])
+@pytest.mark.parametrize("limit", [3, 256])
+def test_final_rows_are_the_last_rows_of_each_layer(name, limit, monkeypatch):
+    model, ids = small_model(name, torch.float64), text()
+    whole: dict[int, list] = {}
+    with torch.no_grad(), attention.observe(model, lambda b: whole.setdefault(b.layer, []).append(b)):
+        model(ids)
+    monkeypatch.setattr(attention, "MAX_ROWS", limit)  # rows of several blocks are joined
+    for rows in (1, 5, LENGTH):
+        found = attention.final_rows(model, ids[0].tolist(), rows)
+        assert sorted(found) == sorted(whole)
+        for layer, block in found.items():
+            (expected,) = whole[layer]
+            assert block.queries.tolist() == list(range(LENGTH - rows, LENGTH))
+            torch.testing.assert_close(block.weights, expected.weights[:, -rows:])
+            torch.testing.assert_close(block.values, expected.values)
+            torch.testing.assert_close(block.outputs, block.weights @ block.values)
+            assert torch.equal(block.visible, expected.visible[-rows:])
+            if name == "gpt_oss":
+                torch.testing.assert_close(block.learned_sink_mass, expected.learned_sink_mass[:, -rows:])
+    for rows in (0, LENGTH + 1):
+        with pytest.raises(GeomlibError, match=f"rows = {rows}"):
+            attention.final_rows(model, ids[0], rows)
+
+
+def test_outputs_of_a_block_are_those_before_a_head_mask():
+    model, ids, blocks = small_model("llama", torch.float64), text(), []
+    mask = torch.zeros(LAYERS, HEADS)
+    with torch.no_grad(), attention.intervene(model, head_mask=mask), attention.observe(model, blocks.append):
+        model(ids)
+    for block in blocks:
+        torch.testing.assert_close(block.outputs, block.weights @ block.values)
+        assert block.outputs.abs().max() > 0.1
+
+
+def test_observers_whose_work_others_take_come_first():
+    order = []
+
+    class Sharing:
+        shares = True
+
+        def __call__(self, block):
+            order.append("shares")
+
+    model = small_model("llama")
+    with torch.no_grad(), attention.observe(model, lambda b: order.append("takes"), Sharing()):
+        model(text())
+    assert order == ["shares", "takes"] * LAYERS

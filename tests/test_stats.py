@@ -6,7 +6,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from geomlib.stats import advantage, by_size, document_means, head_means, positive_share, summary, with_interval
+from geomlib.stats import (
+    advantage,
+    by_size,
+    document_means,
+    head_means,
+    positive_share,
+    regime_shares,
+    summary,
+    with_interval,
+)
 
 
 def table(*rows, **constant) -> pd.DataFrame:
@@ -200,3 +209,133 @@ def test_by_size():
 def test_with_interval():
     means = pd.DataFrame({"mean": [0.5, 0.123], "low": [0.25, np.nan], "high": [0.75, np.nan]})
     assert with_interval(means).tolist() == ["0.50 [0.25, 0.75]", "0.12"]
+
+
+# --- regime_shares ----------------------------------------------------------------------------------------------------
+
+NAMES = ["Retriever", "Mixer", "Reset"]
+
+
+def votes(counts, bins: int = 1) -> pd.DataFrame:
+    """A `taxonomy` table of `counts[document][head]` votes for (current token, sink, other), two heads a layer.
+
+    bins: each row as often, for bins with the same shares.
+    """
+    rows = []
+    for d, heads in enumerate(counts):
+        for h, each in enumerate(heads):
+            shares = dict(zip(("vote_current", "vote_sink", "vote_other"), np.array(each) / sum(each), strict=True))
+            rows += [
+                {"document": f"d{d:02d}", "layer": h // 2, "head": h % 2, "query_from": 8 * b, "query_to": 8 * b + 8,
+                 "queries": int(sum(each))} | shares for b in range(bins)
+            ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def wavering(documents: int, heads: int, seed: int = 0) -> list[list[tuple[int, ...]]]:
+    """Random votes of near equal chances, documents of other numbers of queries, so that labels change with the draw."""
+    rng = np.random.default_rng(seed)
+    chances = rng.dirichlet([20, 20, 20], size=heads)
+    return [[tuple(rng.multinomial(12 + 25 * d, p).tolist()) for p in chances] for d in range(documents)]
+
+
+def by_hand(counts) -> str:
+    """The regime of summed votes: of equal ones Reset before Mixer before Retriever."""
+    current, sink, other = counts
+    if other >= sink and other >= current:
+        return "Reset"
+    return "Mixer" if sink >= current else "Retriever"
+
+
+def test_regime_shares_by_hand():
+    """Votes in sum: (9, 6, 5), (6, 9, 5), (0, 0, 20), a tie of all, a tie of the current token and the sink."""
+    first = [(9, 1, 0), (3, 5, 2), (0, 0, 10), (2, 2, 2), (5, 3, 2)]
+    second = [(0, 5, 5), (3, 4, 3), (0, 0, 10), (1, 1, 1), (3, 5, 2)]
+    found = regime_shares(votes([first, second]))
+    assert list(found.columns) == ["regime", "heads", "mean", "low", "high", "documents"]
+    assert found["regime"].tolist() == NAMES
+    assert found["heads"].tolist() == [1, 2, 2]
+    assert found["mean"].tolist() == [0.2, 0.4, 0.4]
+    assert found["documents"].tolist() == [2, 2, 2]
+    # Draws aa: R M O O R; ab: R M O O M; bb: O M O O M. Each of them has 1/4 or 1/2.
+    assert found["low"].tolist() == pytest.approx([0.0, 0.2, 0.4])
+    assert found["high"].tolist() == pytest.approx([0.4, 0.4, 0.6])
+
+
+def test_regime_shares_of_a_single_document():
+    found = regime_shares(votes([[(8, 0, 0), (0, 8, 0), (0, 0, 8), (0, 0, 8)]]))
+    assert found["mean"].tolist() == [0.25, 0.25, 0.5] and found["documents"].tolist() == [1, 1, 1]
+    assert found["low"].isna().all() and found["high"].isna().all()
+
+
+def test_regime_shares_of_a_regime_without_heads():
+    found = regime_shares(votes([[(0, 8, 0)] * 4] * 3)).set_index("regime")
+    assert found["heads"].to_dict() == {"Retriever": 0, "Mixer": 4, "Reset": 0}
+    assert found.loc["Retriever", ["mean", "low", "high"]].tolist() == [0, 0, 0]
+    assert found.loc["Mixer", ["mean", "low", "high"]].tolist() == [1, 1, 1]
+
+
+def test_regime_shares_against_a_plain_bootstrap():
+    """The same draws of documents, in loops: votes added up, labelled and counted one by one."""
+    counts = wavering(documents=5, heads=9)
+    replicates, seed = 300, 7
+    found = regime_shares(votes(counts), replicates=replicates, seed=seed)
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for _ in range(replicates):
+        times = rng.multinomial(5, [1 / 5] * 5)
+        labels = [by_hand([sum(times[d] * counts[d][h][v] for d in range(5)) for v in range(3)]) for h in range(9)]
+        drawn.append([labels.count(name) / 9 for name in NAMES])
+    low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
+    assert found["low"].tolist() == pytest.approx(low.tolist()) and found["high"].tolist() == pytest.approx(
+        high.tolist()
+    )
+    assert (high - low).max() > 0.2  # something to get wrong
+    now = [by_hand(np.sum([counts[d][h] for d in range(5)], axis=0)) for h in range(9)]
+    assert found["heads"].tolist() == [now.count(name) for name in NAMES]
+    other = regime_shares(votes(counts), replicates=replicates, seed=8)
+    assert not other.equals(found) and other["mean"].equals(found["mean"])
+
+
+def test_regime_shares_count_queries():
+    """A long document of 100 queries outvotes two short ones; as often as not it is drawn."""
+    found = regime_shares(votes([[(100, 0, 0)], [(0, 10, 0)], [(0, 10, 0)]])).set_index("regime")
+    assert found["mean"].to_dict() == {"Retriever": 1.0, "Mixer": 0.0, "Reset": 0.0}
+    assert found.loc["Retriever", ["low", "high"]].tolist() == [0.0, 1.0]  # 8 of 27 draws lack it
+
+
+def test_regime_shares_sum_bins_and_do_not_lean_on_the_order_of_rows():
+    table = votes(wavering(documents=6, heads=7, seed=2), bins=2)
+    found = regime_shares(table)
+    assert found["mean"].sum() == pytest.approx(1) and (found["high"] > found["low"]).any()
+    for seed in range(3):
+        pd.testing.assert_frame_equal(regime_shares(table.sample(frac=1, random_state=seed)), found)
+    once = regime_shares(table[table["query_from"] == 0])  # twice the same votes are no other votes
+    pd.testing.assert_frame_equal(once, found)
+
+
+def test_regime_shares_ties_survive_rounding():
+    """15 votes of 22 are a share of which 22 times is less than 15; a tie with 15 others is a tie all the same, for the Mixer."""
+    assert 15 / 22 * 22 < 15
+    first, second = [(0, 15, 7), (0, 8, 0)], [(15, 0, 0), (8, 0, 1)]
+    found = regime_shares(votes([first, second])).set_index("regime")
+    assert found["heads"].to_dict() == {"Retriever": 0, "Mixer": 2, "Reset": 0}
+    assert found.loc["Mixer", ["low", "high"]].tolist() == [0.0, 1.0]
+
+
+def test_regime_shares_cover_the_truth():
+    """60 studies of 20 documents that each lean to the current token or the sink, all of their heads alike. Of 40 heads 25 are
+    Retrievers in expectation; the margins are spread evenly, so that as many heads are near a tie on either side.
+    """
+    rng = np.random.default_rng(0)
+    margins = np.linspace(-0.15, 0.25, 40)
+    truth = (margins > 0).mean()
+    covered, widths = 0, []
+    for _ in range(60):
+        lean = np.clip(margins + rng.normal(0, 0.1, (20, 1)), -0.7, 0.7) / 2
+        chances = np.stack([0.375 + lean, 0.375 - lean, np.full_like(lean, 0.25)], axis=-1)
+        found = regime_shares(votes(rng.multinomial(60, chances).tolist()), replicates=200).iloc[0]
+        covered += found["low"] - 1e-9 <= truth <= found["high"] + 1e-9
+        widths.append(found["high"] - found["low"])
+    assert truth == 0.625 and covered >= 54
+    assert np.mean(widths) < 0.3  # and not by being wide

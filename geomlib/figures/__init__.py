@@ -1,0 +1,21 @@
+"""One function a figure, from a tidy table to a matplotlib Figure: one style, colours that colour-blind readers tell
+apart, N on a doubling axis, intervals always shown. A module a chapter."""
+
+from geomlib.figures.base import curve, style
+from geomlib.figures.bounds import LEVELS, assumptions, bounds_curves, per_head, profile_curves
+from geomlib.figures.separability import (
+    NAMES,
+    by_position,
+    contributions_plane,
+    head_map,
+    separability_curves,
+    variants,
+)
+from geomlib.figures.sink import extremes, mass_by_position, sink_curves, sink_plane, sinks_by_layer
+from geomlib.figures.taxonomy import regime_map, shares, signatures, simplex, stability, votes_by_position, winners
+
+__all__ = [
+    "LEVELS", "NAMES", "assumptions", "bounds_curves", "by_position", "contributions_plane", "curve", "extremes", "head_map",
+    "mass_by_position", "per_head", "profile_curves", "regime_map", "separability_curves", "shares", "signatures", "simplex",
+    "sink_curves", "sink_plane", "sinks_by_layer", "stability", "style", "variants", "votes_by_position", "winners",
+]  # fmt: skip
