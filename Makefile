@@ -139,7 +139,8 @@ nbval: .make/fetch
 # Every notebook again on another model and on other texts, small, into runs/.
 SMALL := --set length=128 --set windows=2 --set final_windows=2 --set random_rankings=1
 PAPERMILL_RUNS ?= \
-  $(BIN)/geomlib run --out runs/check-gemma $(SMALL) --set model_name=gemma3-270m --set layer=9 --set head=2 && \
+  $(BIN)/geomlib run --out runs/check-gemma $(SMALL) --set model_name=gemma3-270m --set compare_with=smollm2-135m \
+    --set layer=9 --set head=2 && \
   $(BIN)/geomlib run --out runs/check-texts $(SMALL) --set "corpora=['vital-articles-fr', 'vital-articles-es']" \
     --set "sentence=La capitale de l'Italie est Rome, et la capitale de la France est"
 papermill: .make/fetch

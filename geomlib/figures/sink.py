@@ -115,7 +115,7 @@ def sink_plane(weights: torch.Tensor, values: torch.Tensor, size: int) -> Figure
         weights: (source,). values: (source, dim).
     """
     y = (weights[:, None] * values).double()
-    figure, panels = plt.subplots(1, 2, figsize=(8.6, 4.9), sharex=True, sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(8.8, 4.8))
     blue, orange, green = sns.color_palette("colorblind")[:3]
     for axes, exclude in zip(panels, (None, torch.arange(len(weights)) == 0), strict=True):
         found = separability(weights[None], values, [size], exclude=exclude)
@@ -147,7 +147,7 @@ def sink_plane(weights: torch.Tensor, values: torch.Tensor, size: int) -> Figure
         axes.set(title=f"{what}: F = {found.f.item():.2f}", xlabel="along s$_N$", aspect="equal")
         axes.margins(0.15)
     panels[0].set_ylabel("away from the line of s$_N$")
-    panels[0].legend(loc="upper center", bbox_to_anchor=(1.05, -0.16), ncols=6, fontsize="small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize="small")
     return figure
 
 
