@@ -188,7 +188,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for length in options.lengths:
         r = apart("ours", options.model, length, options.repeats, options.analysis)
-        print(f"| {length} | {r['forward_s']:.2f} s | {r['geometry_s']:.2f} s | {r['ratio']:.1f} | "
+        print(f"| {length} | {r['forward_s']:.2f} s | {r['geometry_s']:.2f} s | {r['ratio']:.2f} | "
               f"{r['ns_per_pair']:.1f} ns | {r['memory_mb']:.0f} MB |", flush=True)  # fmt: skip
     if not options.skip_eager and options.analysis == "separability":
         r = apart("eager", options.model, 1024)

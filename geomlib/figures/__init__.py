@@ -11,11 +11,11 @@ from geomlib.figures.separability import (
     separability_curves,
     variants,
 )
-from geomlib.figures.sink import extremes, mass_by_position, sink_curves, sink_plane, sinks_by_layer
+from geomlib.figures.sink import WITHOUT, extremes, mass_by_position, sink_curves, sink_plane, sinks_by_layer
 from geomlib.figures.taxonomy import regime_map, shares, signatures, simplex, stability, votes_by_position, winners
 
 __all__ = [
-    "LEVELS", "NAMES", "assumptions", "bounds_curves", "by_position", "contributions_plane", "curve", "extremes", "head_map",
+    "LEVELS", "NAMES", "WITHOUT", "assumptions", "bounds_curves", "by_position", "contributions_plane", "curve", "extremes", "head_map",
     "mass_by_position", "per_head", "profile_curves", "regime_map", "separability_curves", "shares", "signatures", "simplex",
     "sink_curves", "sink_plane", "sinks_by_layer", "stability", "style", "variants", "votes_by_position", "winners",
 ]  # fmt: skip

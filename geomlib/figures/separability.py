@@ -73,6 +73,7 @@ def head_map(table: pd.DataFrame, size: int, value: str = "advantage", label: st
         heads, cmap="RdBu", center=0, vmin=-bound, vmax=bound, ax=axes, cbar_kws={"label": f"{label}, N = {size}"}
     )
     axes.set(xlabel="layer", ylabel="query head")
+    axes.grid(False)
     axes.tick_params(axis="y", rotation=0)
     return figure
 

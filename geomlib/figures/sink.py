@@ -49,15 +49,19 @@ def sinks_by_layer(
     return figure
 
 
-WITHOUT = {"sink": "without the sink", "other": "without the best other source", "direction": "sink turned at random"}
+WITHOUT = {"sink": "without the sink", "other": "without the best other source", "direction": "sink turned"}
 
 
 def sink_curves(tables: dict[str, pd.DataFrame], seed: int = 0) -> Figure:
     """F_N over N of the operations that select the sink, with it and without it (and the controls that the tables have), a
     panel for each `sink_effect` table."""
-    figure, panels = plt.subplots(1, len(tables), figsize=(4.4 * len(tables), 3.7), sharey=True, squeeze=False)
+    columns = min(len(tables), 2)  # more would be too small on a page
+    shape = (-(-len(tables) // columns), columns)
+    figure, panels = plt.subplots(
+        *shape, figsize=(4.3 * columns, 3.5 * shape[0]), sharex=True, sharey=True, squeeze=False
+    )
     palette = sns.color_palette("colorblind")
-    for axes, (title, table) in zip(panels[0], tables.items(), strict=True):
+    for axes, (title, table) in zip(panels.flat, tables.items(), strict=False):
         part = table[table["sink"] == "selected"]
         rows = summary(part[part["without"] == "sink"], "f_with", seed=seed)
         curve(axes, rows, "as it is", palette[0])
@@ -68,8 +72,10 @@ def sink_curves(tables: dict[str, pd.DataFrame], seed: int = 0) -> Figure:
                 curve(axes, summary(changed, "f_without", seed=seed), label, palette[i], "osD^"[i], line)
         doubling(axes, rows["size"].unique())
         axes.set(title=title, ylim=(0, 1.03))
-    panels[0][0].set_ylabel("F$_N$, mean over heads and layers")
-    panels[0][-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    for axes in panels.flat[len(tables) :]:
+        axes.set_axis_off()
+    figure.supylabel("F$_N$, mean over heads and layers", fontsize="medium")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     return figure
 
 
@@ -117,6 +123,7 @@ def sink_plane(weights: torch.Tensor, values: torch.Tensor, size: int) -> Figure
     y = (weights[:, None] * values).double()
     figure, panels = plt.subplots(1, 2, figsize=(8.8, 4.8))
     blue, orange, green = sns.color_palette("colorblind")[:3]
+    widest = 0.0
     for axes, exclude in zip(panels, (None, torch.arange(len(weights)) == 0), strict=True):
         found = separability(weights[None], values, [size], exclude=exclude)
         scores = weights.clone() if exclude is None else weights.masked_fill(exclude, -1)
@@ -139,15 +146,18 @@ def sink_plane(weights: torch.Tensor, values: torch.Tensor, size: int) -> Figure
         look = {"color": orange} if exclude is None else {"facecolors": "none", "edgecolors": orange, "alpha": 0.7}
         axes.scatter(*points[0], marker="D", s=80, label="the sink", zorder=5, **look)
         axes.scatter(0, 0, marker="*", s=150, color="black", label="aggregate s$_N$", zorder=4)
+        axes.scatter(-total.norm().item(), 0, marker="x", s=60, color="tab:red", label="origin", zorder=6)
         for radius, color, name in ((found.rho_max, orange, "max"), (found.rho_min, green, "min")):
             axes.add_patch(
                 Circle((0, 0), radius.item(), fill=False, color=color, linewidth=1.8, label=f"$\\rho_\\{name}$")
             )
         what = "with the sink" if exclude is None else "without the sink"
         axes.set(title=f"{what}: F = {found.f.item():.2f}", xlabel="along s$_N$", aspect="equal")
-        axes.margins(0.15)
+        widest = max(widest, 1.08 * found.rho_max.item(), 1.08 * found.rho_min.item(), 1.08 * np.abs(points).max())
+    for axes in panels:
+        axes.set(xlim=(-widest, widest), ylim=(-widest, widest))
     panels[0].set_ylabel("away from the line of s$_N$")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize="small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize="small")
     return figure
 
 

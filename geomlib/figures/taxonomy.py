@@ -30,7 +30,15 @@ def simplex(tables: dict[str, pd.DataFrame]) -> Figure:
         for regime in REGIMES:
             part = 100 * heads.loc[heads["regime"] == regime, ["vote_other", "vote_sink", "vote_current"]]
             label = f"{regime} ({len(part)})"
-            axes.scatter(*part.to_numpy().T, s=22, color=COLORS[regime], marker=MARKERS[regime], alpha=0.8, label=label)
+            axes.scatter(
+                *part.to_numpy().T,
+                s=22,
+                color=COLORS[regime],
+                marker=MARKERS[regime],
+                alpha=0.8,
+                label=label,
+                clip_on=False,
+            )
         third = 100 / 3
         for corner in ((50, 50, 0), (50, 0, 50), (0, 50, 50)):
             axes.plot(*zip((third,) * 3, corner, strict=True), color="0.3", linewidth=1)
@@ -49,11 +57,10 @@ def simplex(tables: dict[str, pd.DataFrame]) -> Figure:
 def regime_map(tables: dict[str, pd.DataFrame]) -> Figure:
     """Regimes by layer and query head, a panel for each table of heads."""
     grids = {t: h.pivot(index="head", columns="layer", values="regime") for t, h in tables.items()}
-    widths = [g.shape[1] for g in grids.values()]
-    tallest = max(g.shape[0] for g in grids.values())
-    size = (0.27 * sum(widths) + 1.3 * len(grids) + 1.4, 0.27 * tallest + 1.2)
-    figure, panels = plt.subplots(1, len(grids), figsize=size, width_ratios=widths, squeeze=False)
-    for axes, (title, grid) in zip(panels[0], grids.items(), strict=True):
+    heights, widest = [g.shape[0] for g in grids.values()], max(g.shape[1] for g in grids.values())
+    size = (0.29 * widest + 2.6, 0.29 * sum(heights) + 1.1 * len(grids))
+    figure, panels = plt.subplots(len(grids), 1, figsize=size, height_ratios=heights, squeeze=False)
+    for axes, (title, grid) in zip(panels[:, 0], grids.items(), strict=True):
         codes = grid.replace({r: i for i, r in enumerate(REGIMES)}).astype(float)
         axes.pcolormesh(
             np.arange(codes.shape[1] + 1) - 0.5, np.arange(codes.shape[0] + 1) - 0.5, codes,
@@ -69,7 +76,7 @@ def regime_map(tables: dict[str, pd.DataFrame]) -> Figure:
                 fontsize=7,
                 color="white",
             )
-        axes.set(title=title, xlabel="layer", ylabel="query head", aspect="equal")
+        axes.set(title=title, xlabel="layer", ylabel="query head", aspect="equal", anchor="W")
         axes.invert_yaxis()
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
