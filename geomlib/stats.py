@@ -74,10 +74,9 @@ def by_size(
 
 def with_interval(means: pd.DataFrame, value: str = "mean") -> pd.Series:
     """Each value with its interval, as text: 0.50 [0.48, 0.53]; without one where there is none."""
-    return pd.Series(
-        [f"{m:.2f}" if np.isnan(a) else f"{m:.2f} [{a:.2f}, {b:.2f}]" for m, a, b in means[[value, "low", "high"]].to_numpy()],
-        index=means.index,
-    )  # fmt: skip
+    rounded = means[[value, "low", "high"]].to_numpy().round(2) + 0.0  # no -0.00
+    texts = [f"{m:.2f}" if np.isnan(a) else f"{m:.2f} [{a:.2f}, {b:.2f}]" for m, a, b in rounded]
+    return pd.Series(texts, index=means.index)
 
 
 def advantage(table: pd.DataFrame, over: str = "random", value: str = "f") -> pd.DataFrame:

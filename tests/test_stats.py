@@ -11,6 +11,7 @@ from geomlib.stats import (
     by_size,
     document_means,
     head_means,
+    interval_of,
     positive_share,
     regime_shares,
     summary,
@@ -339,3 +340,19 @@ def test_regime_shares_cover_the_truth():
         widths.append(found["high"] - found["low"])
     assert truth == 0.625 and covered >= 54
     assert np.mean(widths) < 0.3  # and not by being wide
+
+
+def test_interval_of_columns_is_that_of_the_summary():
+    rng = np.random.default_rng(3)
+    rows = [(f"d{d}", 0, 0, n, rng.random()) for d in range(7) for n in (2, 8)]
+    table = pd.DataFrame(rows, columns=["document", "layer", "head", "size", "f"])
+    means = table.pivot(index="document", columns="size", values="f")
+    found = summary(table, "f")
+    for got, column in zip(interval_of(means), ("low", "high"), strict=True):
+        assert got.tolist() == found[column].tolist()
+    assert all(np.isnan(x).all() and len(x) == 2 for x in interval_of(means.iloc[:1]))
+
+
+def test_no_interval_says_minus_zero():
+    means = pd.DataFrame({"mean": [-0.001, 0.25], "low": [-0.004, np.nan], "high": [0.003, np.nan]})
+    assert with_interval(means).tolist() == ["0.00 [0.00, 0.00]", "0.25"]

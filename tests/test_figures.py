@@ -1,0 +1,72 @@
+"""What the figures of the sink and the taxonomy show is what their input says."""
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from geomlib import figures, taxonomy
+from geomlib.geometry import separability
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+@pytest.fixture
+def heads() -> pd.DataFrame:
+    rows = [(0, 0, "Retriever", 0.8, 0.1, 0.1), (0, 1, "Mixer", 0.1, 0.8, 0.1), (1, 0, "Reset", 0.2, 0.2, 0.6)]
+    return pd.DataFrame(rows, columns=["layer", "head", "regime", *taxonomy.VOTES])
+
+
+def test_distances_in_the_sink_plane_are_exact():
+    g = torch.Generator().manual_seed(0)
+    weights, values = torch.rand(30, generator=g).softmax(-1), torch.randn(30, 8, generator=g)
+    weights[0] = 0.5  # selected
+    for axes, exclude in zip(figures.sink_plane(weights, values, 4).axes, (None, torch.arange(30) == 0), strict=True):
+        found = separability(weights[None], values, [4], exclude=exclude)
+        points = {c.get_label(): np.asarray(c.get_offsets()) for c in axes.collections}
+        far = {name: np.linalg.norm(xy, axis=1) for name, xy in points.items()}
+        selected = [far["selected"], far["the sink"]] if exclude is None else [far["selected"]]
+        assert sum(map(len, selected)) == 4 and len(far["unselected"]) == 30 - 4 - (exclude is not None)
+        assert max(map(max, selected)) == pytest.approx(found.rho_max.item(), rel=1e-5)
+        assert far["unselected"].min() == pytest.approx(found.rho_min.item(), rel=1e-5)
+        y = (weights[:, None] * values).double()
+        total = y[weights.masked_fill(torch.zeros(30).bool() if exclude is None else exclude, -1).topk(4).indices].sum(
+            0
+        )
+        assert points["origin"][0] == pytest.approx([-total.norm().item(), 0], rel=1e-5)
+        assert sorted(p.radius for p in axes.patches) == pytest.approx(
+            sorted([found.rho_max.item(), found.rho_min.item()])
+        )
+
+
+def test_the_map_has_each_heads_regime_and_holes_where_there_is_none(heads):
+    (axes,) = figures.regime_map({"model": heads}).axes
+    letters = {(t.get_position()): t.get_text() for t in axes.texts}
+    assert letters == {(0, 0): "R", (0, 1): "M", (1, 0): "x", (1, 1): ""}
+
+
+def test_the_simplex_counts_the_heads_and_puts_them_in_their_corner(heads):
+    (axes,) = figures.simplex({"model": heads}).axes
+    assert [c.get_label() for c in axes.collections] == ["Retriever (1)", "Mixer (1)", "Reset (1)"]
+    retriever, mixer, reset = (np.asarray(c.get_offsets())[0] for c in axes.collections)
+    assert retriever[0] > reset[0] > mixer[0] and reset[1] > max(retriever[1], mixer[1])
+
+
+def test_winners_are_marked_where_the_weight_is_largest():
+    weights = torch.tensor([[1.0, 0, 0, 0], [0.2, 0.8, 0, 0], [0.5, 0.3, 0.2, 0], [0.1, 0.6, 0.1, 0.2]])
+    axes = figures.winners({"head": weights}, ["a", "b", "c", "d"]).axes[0]
+    marks = {c.get_label(): np.asarray(c.get_offsets()).tolist() for c in axes.collections}
+    assert marks == {
+        "Retriever": [[1, 1]],
+        "Mixer": [[0, 2]],
+        "Reset": [[1, 3]],
+    }  # (source, query); query 0 does not vote
