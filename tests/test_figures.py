@@ -70,3 +70,16 @@ def test_winners_are_marked_where_the_weight_is_largest():
         "Mixer": [[0, 2]],
         "Reset": [[1, 3]],
     }  # (source, query); query 0 does not vote
+
+
+def test_stability_of_one_document_has_nothing_on_the_right():
+    length = {"model": pd.DataFrame({"length": [8, 16], "share": [0.5, 1.0], "kappa": [0.2, 1.0]})}
+    columns = ["documents", "share", "low", "high", "kappa"]
+    none, some = (
+        pd.DataFrame(rows, columns=columns)
+        for rows in ([], [(1, 0.9, 0.8, 1.0, 0.7), (2, 0.95, 0.95 + 1e-16, 0.95, 0.8)])
+    )
+    for documents, ticks in ((none, None), (some, ["1", "2"])):
+        left, right = figures.stability(length, {"model": documents}).axes
+        assert left.lines[0].get_ydata().tolist() == [0.5, 1.0]
+        assert ticks is None or [t.get_text() for t in right.get_xticklabels()] == ticks

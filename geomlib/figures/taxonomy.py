@@ -193,13 +193,15 @@ def stability(length: dict[str, pd.DataFrame], documents: dict[str, pd.DataFrame
     for i, title in enumerate(length):
         left.plot(length[title]["length"], length[title]["share"], marker="os^Dv"[i % 5], color=palette[i], label=title)
         rows = documents[title]
-        bars = [rows["share"] - rows["low"], rows["high"] - rows["share"]]
+        bars = [(rows["share"] - rows["low"]).clip(0), (rows["high"] - rows["share"]).clip(0)]  # rounding
         right.errorbar(
             rows["documents"], rows["share"], bars, marker="os^Dv"[i % 5], color=palette[i], capsize=3, label=title
         )
     left.set(xlabel="first tokens of each window", ylabel="share of heads with the same label", ylim=(0, 1.03))
     right.set(xlabel="documents on each side")
-    right.set_xscale("log", base=2)
-    right.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    drawn = sorted({n for rows in documents.values() for n in rows["documents"]})
+    if drawn:  # of one document there is nothing to compare
+        right.set_xscale("log", base=2)
+        right.set_xticks(drawn, [str(n) for n in drawn])
     right.legend(loc="lower right")
     return figure
