@@ -191,16 +191,14 @@ def c6(table: pd.DataFrame) -> Verdict:
     if part.empty:
         return Verdict("C6", statement, rule, "too few documents or no sink selected", "not testable here")
     cost = summary(part, "cost").set_index("size")
-    heads = [head_means(part, v).groupby(["layer", "head", "size"])[v].mean() for v in ("f_with", "f_without")]
+    values = ("f_with", "f_without")
+    pairs = [head_means(part, v).pivot(index="document", columns=["layer", "head", "size"], values=v) for v in values]
+    heads = [p.mean() for p in pairs]
     halved = ((2 * heads[0] <= heads[1]) & (heads[1] > 0)).mean()
-    pairs = [
-        head_means(part, v).pivot(index="document", columns=["layer", "head", "size"], values=v)
-        for v in ("f_with", "f_without")
-    ]
     drawn = [_bootstrap(p.to_numpy(), REPLICATES, 0) for p in pairs]  # the same draws of both
     low, high = _interval(((2 * drawn[0] <= drawn[1]) & (drawn[1] > 0)).mean(1), LEVEL)
     good = (cost["low"] > 0).to_numpy()
-    means = [summary(part, v).set_index("size")["mean"] for v in ("f_with", "f_without")]
+    means = [summary(part, v).set_index("size")["mean"] for v in values]
 
     def at(size):
         c = cost.loc[size]
@@ -210,7 +208,10 @@ def c6(table: pd.DataFrame) -> Verdict:
         )
 
     sizes = list(dict.fromkeys([cost.index.min(), cost["mean"].idxmax()]))
-    measured = f"lower at {good.sum()} of {len(good)} N; {', '.join(map(at, sizes))}; halved for {halved:.1%} [{low:.1%}, {high:.1%}] of the pairs"
+    measured = (
+        f"lower at {good.sum()} of {len(good)} N; {', '.join(map(at, sizes))}; halved for {halved:.1%} "
+        f"[{low:.1%}, {high:.1%}] of the pairs"
+    )
     grade = _grade(good)
     return Verdict("C6", statement, rule, measured, "holds in part" if grade == "holds" and halved < OFTEN else grade)
 

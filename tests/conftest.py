@@ -8,12 +8,15 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from geomlib.attention import Block, observe
 
 LAYERS = 3
 HEADS = 4
@@ -185,6 +188,41 @@ def text(*shape: int, seed: int = 0) -> torch.Tensor:
     """Random token ids, none of them special; one row of LENGTH tokens unless told."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY - 3, shape or (1, LENGTH), generator=generator)
+
+
+def collected(model, ids: torch.Tensor) -> list[Block]:
+    """Each layer's attention as one block of all its rows, whatever blocks it came in."""
+    parts = defaultdict(list)
+    with torch.no_grad(), observe(model, lambda block: parts[block.layer].append(block)):
+        model(ids)
+    return [whole(blocks) for _, blocks in sorted(parts.items())]
+
+
+def whole(blocks: list[Block]) -> Block:
+    """The blocks of one layer as one."""
+    masses = [b.learned_sink_mass for b in blocks]
+    return replace(
+        blocks[0],
+        queries=torch.cat([b.queries for b in blocks]),
+        weights=torch.cat([b.weights for b in blocks], dim=1),
+        visible=torch.cat([b.visible for b in blocks]),
+        learned_sink_mass=None if masses[0] is None else torch.cat(masses, dim=1),
+        outputs=torch.cat([b.outputs for b in blocks], dim=1),
+        shared={},
+    )
+
+
+REAL_LENGTH = 96
+
+
+@pytest.fixture(scope="session")
+def real():
+    """smollm2-135m in float64 (so that F has no near ties) on one window: the model and the token ids."""
+    from geomlib import load_corpus, load_model, take_windows
+
+    model = load_model("smollm2-135m", device="cpu", dtype="float64")
+    (window,), _ = take_windows(load_corpus("vital-articles"), model.tokenizer, 1, REAL_LENGTH)
+    return model, torch.tensor([window.input_ids])
 
 
 @pytest.fixture(params=list(ARCHITECTURES))

@@ -1,16 +1,14 @@
 """The table of every head against a slow loop over the very blocks that the model computed."""
 
 import math
-from collections import defaultdict
-from dataclasses import replace
 
 import pandas as pd
 import pytest
 import torch
-from conftest import HEADS, LAYERS, LENGTH, WINDOW, small_model, text
+from conftest import HEADS, LAYERS, LENGTH, WINDOW, collected, small_model, text
 
 from geomlib import attention
-from geomlib.attention import Block, observe
+from geomlib.attention import observe
 from geomlib.controls import random_directions, random_scores
 from geomlib.geometry import separability
 from geomlib.separability import METRICS, SeparabilityTable
@@ -18,23 +16,6 @@ from geomlib.separability import METRICS, SeparabilityTable
 SIZES = (1, 2, 4, 8, 16, 64)
 KEY = "0 document 0"
 SORTED = ["layer", "head", "query_from", "size", "ranking", "distance", "control"]
-
-
-def collected(model, ids) -> list[Block]:
-    """Each layer's attention as one block of all its rows, whatever blocks it came in."""
-    parts = defaultdict(list)
-    with torch.no_grad(), observe(model, lambda block: parts[block.layer].append(block)):
-        model(ids)
-    return [
-        replace(
-            blocks[0],
-            queries=torch.cat([b.queries for b in blocks]),
-            weights=torch.cat([b.weights for b in blocks], dim=1),
-            visible=torch.cat([b.visible for b in blocks]),
-            learned_sink_mass=None,
-        )
-        for _, blocks in sorted(parts.items())
-    ]
 
 
 def measured(model, ids, **settings) -> pd.DataFrame:

@@ -3,7 +3,6 @@
 import json
 import math
 import statistics
-from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise, product
@@ -11,7 +10,7 @@ from itertools import pairwise, product
 import pandas as pd
 import pytest
 import torch
-from conftest import HEADS, LAYERS, LENGTH, WINDOW, small_model, text
+from conftest import HEADS, LAYERS, LENGTH, REAL_LENGTH, WINDOW, collected, small_model, text
 
 from geomlib import attention, geometry
 from geomlib.attention import Block, observe
@@ -37,27 +36,6 @@ from geomlib.sink import (
 SIZES = (1, 2, 3, 4, 8, 16, 17, 18, 64)  # 17 = LENGTH - 2 is the last with one left when two are out
 KEY = "0 document 0"
 PLACE = ["layer", "head", "query_from", "query_to", "size", "sink", "without"]
-
-
-def collected(model, ids) -> list[Block]:
-    """Each layer's attention as one block of all its rows, whatever blocks it came in."""
-    parts = defaultdict(list)
-    with torch.no_grad(), observe(model, lambda block: parts[block.layer].append(block)):
-        model(ids)
-    return [whole(blocks) for _, blocks in sorted(parts.items())]
-
-
-def whole(blocks: list[Block]) -> Block:
-    masses = [b.learned_sink_mass for b in blocks]
-    return replace(
-        blocks[0],
-        queries=torch.cat([b.queries for b in blocks]),
-        weights=torch.cat([b.weights for b in blocks], dim=1),
-        visible=torch.cat([b.visible for b in blocks]),
-        learned_sink_mass=None if masses[0] is None else torch.cat(masses, dim=1),
-        outputs=torch.cat([b.outputs for b in blocks], dim=1),
-        shared={},
-    )
 
 
 def cut(block: Block, *ends: int) -> list[Block]:
@@ -795,18 +773,6 @@ def test_a_study_whose_sizes_say_nothing_about_the_sink_says_so(tmp_path):
 
 
 # --- the default model on real text -----------------------------------------------------------------------------------
-
-REAL_LENGTH = 96
-
-
-@pytest.fixture(scope="module")
-def real():
-    """smollm2-135m in float64 (so that F has no near ties) on one window: the model and the token ids."""
-    from geomlib import load_corpus, load_model, take_windows
-
-    model = load_model("smollm2-135m", device="cpu", dtype="float64")
-    (window,), _ = take_windows(load_corpus("vital-articles"), model.tokenizer, 1, REAL_LENGTH)
-    return model, torch.tensor([window.input_ids])
 
 
 @pytest.mark.slow

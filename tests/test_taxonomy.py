@@ -3,15 +3,14 @@
 import math
 import statistics
 import warnings
-from collections import Counter, defaultdict
-from dataclasses import replace
+from collections import Counter
 from itertools import permutations
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import HEADS, LAYERS, LENGTH, WINDOW, small_model, text
+from conftest import HEADS, LAYERS, LENGTH, REAL_LENGTH, WINDOW, collected, small_model, text
 
 from geomlib import attention
 from geomlib.attention import Block, observe
@@ -32,28 +31,6 @@ from geomlib.taxonomy import (
 )
 
 PLACE = ["layer", "head", "query_from", "query_to"]
-
-
-def collected(model, ids) -> list[Block]:
-    """Each layer's attention as one block of all its rows, whatever blocks it came in."""
-    parts = defaultdict(list)
-    with torch.no_grad(), observe(model, lambda block: parts[block.layer].append(block)):
-        model(ids)
-    whole = []
-    for _, blocks in sorted(parts.items()):
-        masses = [b.learned_sink_mass for b in blocks]
-        whole.append(
-            replace(
-                blocks[0],
-                queries=torch.cat([b.queries for b in blocks]),
-                weights=torch.cat([b.weights for b in blocks], dim=1),
-                visible=torch.cat([b.visible for b in blocks]),
-                learned_sink_mass=None if masses[0] is None else torch.cat(masses, dim=1),
-                outputs=None,
-                shared={},
-            )
-        )
-    return whole
 
 
 def measured(model, ids, *observers) -> pd.DataFrame:
@@ -679,18 +656,6 @@ def test_a_study_of_the_taxonomy(tmp_path):
 
 
 # --- the default model on real text -----------------------------------------------------------------------------------
-
-REAL_LENGTH = 96
-
-
-@pytest.fixture(scope="module")
-def real():
-    """smollm2-135m in float64 on one window: the model and the token ids."""
-    from geomlib import load_corpus, load_model, take_windows
-
-    model = load_model("smollm2-135m", device="cpu", dtype="float64")
-    (window,), _ = take_windows(load_corpus("vital-articles"), model.tokenizer, 1, REAL_LENGTH)
-    return model, torch.tensor([window.input_ids])
 
 
 @pytest.mark.slow
