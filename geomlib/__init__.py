@@ -21,6 +21,7 @@ _HOME = {
     "intervene": "attention",
     "self_check": "attention",
     "Block": "attention",
+    "prune": "pruning",
     "load_corpus": "corpora",
     "text_corpus": "corpora",
     "take_windows": "corpora",

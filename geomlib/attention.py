@@ -502,6 +502,46 @@ _CHECK_ROWS_SUM = 1e-5
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
+def short_input(hf: PreTrainedModel) -> torch.Tensor:
+    """Token ids of one short input that any model can be checked on, (1, token)."""
+    vocabulary = hf.get_input_embeddings().weight
+    device = "cpu" if vocabulary.device.type == "meta" else vocabulary.device  # meta: weights offloaded by a device_map
+    return (torch.arange(_CHECK_LENGTH, device=device)[None] * 7919 + 11) % vocabulary.shape[0]
+
+
+@contextmanager
+def _watching(hf: PreTrainedModel, called: Callable) -> Iterator[None]:
+    """Call `called(attention module, child, args)` before each linear map or norm that an attention module calls itself."""
+    hooks = [
+        child.register_forward_pre_hook(lambda child, args, module=module: called(module, child, args))
+        for module in hf.modules()
+        if "Attention" in type(module).__name__ and isinstance(getattr(module, "layer_idx", None), int)
+        for child in module.children()
+        if isinstance(child, (torch.nn.Linear, Conv1D)) or hasattr(child, "weight")
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def output_projections(model) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Each layer's attention module and its output projection W_O: the last map with weights that the module calls.
+
+    `self_check` verifies that what enters it is the heads' outputs, side by side in order of the query heads.
+    """
+    hf = _hf(model)
+    found: dict[int, tuple] = {}
+    with _watching(hf, lambda attention, child, args: found.__setitem__(attention.layer_idx, (attention, child))):
+        hf.base_model(input_ids=short_input(hf), use_cache=False)
+    layers = hf.config.get_text_config().num_hidden_layers
+    if sorted(found) != list(range(layers)):
+        raise GeomlibError(f"the output projections of {type(hf).__name__} were not found in every layer.")
+    return [found[layer] for layer in range(layers)]
+
+
 @torch.no_grad()
 def self_check(model) -> None:
     """Verify on one short input that this model is measured right: logits under observation equal the model's own,
@@ -518,9 +558,7 @@ def self_check(model) -> None:
     training = [m for m in hf.modules() if m.training]
     hf.eval()
     config = hf.config.get_text_config()
-    vocabulary = hf.get_input_embeddings().weight
-    device = "cpu" if vocabulary.device.type == "meta" else vocabulary.device  # meta: weights offloaded by a device_map
-    ids = (torch.arange(_CHECK_LENGTH, device=device)[None] * 7919 + 11) % vocabulary.shape[0]
+    ids = short_input(hf)
     worst = {"rows": 0.0, "future": 0.0}
     outputs: dict[int, list[torch.Tensor]] = {}
     projected: dict[int, torch.Tensor] = {}
@@ -532,26 +570,13 @@ def self_check(model) -> None:
         worst["future"] = max(worst["future"], float((block.weights * future).max()))
         outputs.setdefault(block.layer, []).append((block.weights @ block.values).transpose(0, 1).flatten(1).cpu())
 
-    def projection_input(layer):
-        def hook(module, args):
-            if args and isinstance(args[0], torch.Tensor):
-                projected[layer] = args[0].detach()[0].flatten(1).cpu()  # the last linear map called is the projection
+    def called(attention, child, args):
+        if args and isinstance(args[0], torch.Tensor):
+            projected[attention.layer_idx] = args[0].detach()[0].flatten(1).cpu()  # the last call is the projection's
 
-        return hook
-
-    hooks = [
-        child.register_forward_pre_hook(projection_input(module.layer_idx))
-        for module in hf.modules()
-        if "Attention" in type(module).__name__ and isinstance(getattr(module, "layer_idx", None), int)
-        for child in module.children()
-        if isinstance(child, (torch.nn.Linear, Conv1D)) or hasattr(child, "weight")
-    ]
     try:
-        try:
+        with _watching(hf, called):
             own = hf(input_ids=ids, use_cache=False).logits
-        finally:
-            for hook in hooks:
-                hook.remove()
         state = _enter(hf)
         state.observers.append(look)
         try:

@@ -1,4 +1,4 @@
-"""The command line: fetch, measure, run. Bad input is one sentence on stderr and exit code 2, never a traceback."""
+"""The command line: fetch, measure, prune, run. Bad input is one sentence on stderr and exit code 2, never a traceback."""
 
 import sys
 from enum import StrEnum
@@ -63,6 +63,11 @@ class Ranking(StrEnum):
 class Distance(StrEnum):
     euclidean = "euclidean"
     cosine = "cosine"
+
+
+class Unit(StrEnum):
+    head = "head"
+    group = "group"
 
 
 class Control(StrEnum):
@@ -149,6 +154,54 @@ def separability(
         typer.echo(f"Mean F_N over heads, layers and {what}:")
         typer.echo((shown if documents > 1 else shown.drop(columns=["low", "high"])).round(3).to_string(index=False))
     typer.echo(f"Tables and study.json are in {out}.")
+
+
+@app.command()
+def prune(
+    out: Annotated[Path, typer.Option(help="New folder for the smaller model.")],
+    retention: Annotated[float, typer.Option(help="Share of the heads (or KV groups) that stays.")],
+    order: Annotated[
+        str,
+        typer.Option(
+            help="Which go first: random, magnitude, contribution, gradient, entropy, entropy-reversed, damage, or a regime order "
+            "such as mixer-reset-retriever."
+        ),
+    ] = "contribution",
+    model: Annotated[str, typer.Option(help="Embedded name, Hugging Face id, or folder.")] = DEFAULT_MODEL,
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
+    unit: Annotated[
+        Unit, typer.Option(help="Query heads, or KV heads with all query heads that share them.")
+    ] = Unit.head,
+    zero_only: Annotated[
+        bool, typer.Option("--zero-only", help="Keep all shapes, for plain transformers; saves no time.")
+    ] = False,
+    corpus: Annotated[
+        str | None, typer.Option(help=f"Where the order comes from; default: {DEFAULT_CORPORA[0]}.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="A text, JSONL or Parquet file of your own instead.")] = None,
+    windows: Annotated[int, typer.Option(help="Windows that the order is made from, one a document.")] = 4,
+    judge: Annotated[int, typer.Option(help="Windows of other documents that the result is judged on.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens of a window, BOS included.")] = 256,
+    seed: Annotated[int, typer.Option(help="Decides windows and the random order.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...; default: float32 on CPU.")] = None,
+) -> None:
+    """Remove the heads that matter least and save the smaller model."""
+    if text is not None and corpus is not None:
+        raise GeomlibError("both --text and --corpus are given: give one of them.")
+    from geomlib.pruning import export
+    from geomlib.study import Study
+
+    fields = {
+        "model": model,
+        "revision": revision,
+        "corpus": corpus or DEFAULT_CORPORA[0],
+        "length": length,
+        "seed": seed,
+    }
+    fields |= {"text": None if text is None else str(text), "dtype": dtype}
+    calibration, judged = Study(windows=windows, **fields), Study(windows=judge, skip=windows, **fields)
+    for line in export(calibration, judged, order, retention, out, unit.value, cut=not zero_only, progress=True):
+        typer.echo(line)
 
 
 @app.command()

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from geomlib import taxonomy
+from geomlib import sparsify, taxonomy
+from geomlib.errors import GeomlibError
 
 REPLICATES = 2000
 LEVEL = 0.95
@@ -158,6 +159,73 @@ def _labels(table: pd.DataFrame, replicates: int, seed: int) -> tuple[np.ndarray
     n = len(documents)
     drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=replicates).astype(float)
     return taxonomy.label(counts.sum(0)), taxonomy.label(np.einsum("rd,dhv->rhv", drawn, counts)), n
+
+
+def damage_curves(curves: pd.DataFrame, replicates: int = REPLICATES, seed: int = 0) -> pd.DataFrame:
+    """Damage, NLL(sparsified) / NLL(full) - 1 over the targets of all documents, with its document-bootstrap interval.
+
+    Args:
+        curves: a "retention" table. Orders called "random 0", "random 1" ... are taken together, as "random": means over them.
+
+    Returns:
+        Columns order, retention, heads, damage, low, high (NaN for a single document), perplexity, documents.
+    """
+    sums, full, targets, heads = _losses(curves)
+    drawn = _bootstrap(sums.to_numpy(), replicates, seed) / _bootstrap(full, replicates, seed) - 1
+    low, high = _interval(drawn, LEVEL) if len(sums) > 1 else (np.nan, np.nan)
+    found = (sums.mean() / full.mean() - 1).rename("damage").reset_index().assign(low=low, high=high)
+    found.insert(2, "heads", heads.reindex(sums.columns).to_numpy())
+    return found.assign(perplexity=np.exp(sums.sum().to_numpy() / targets.sum()), documents=len(sums))
+
+
+def damage_difference(
+    curves: pd.DataFrame, order: str, baseline: str, replicates: int = REPLICATES, seed: int = 0
+) -> pd.DataFrame:
+    """Damage of one order less that of another at each retention, with its paired document-bootstrap interval.
+
+    Returns:
+        Columns retention, mean, low, high, documents.
+    """
+    sums, full, _, _ = _losses(curves)
+    for name in (order, baseline):
+        if name not in sums:
+            raise GeomlibError(f"the curves have no order {name}: known are {', '.join(sums.columns.levels[0])}.")
+    gap = (sums[order] - sums[baseline]).drop(columns=1.0, errors="ignore")
+    drawn = _bootstrap(gap.to_numpy(), replicates, seed) / _bootstrap(full, replicates, seed)
+    low, high = _interval(drawn, LEVEL) if len(gap) > 1 else (np.nan, np.nan)
+    found = (gap.mean() / full.mean()).rename("mean").reset_index()
+    return found.assign(low=low, high=high, documents=len(gap))
+
+
+def _losses(curves: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray, np.ndarray, pd.Series]:
+    """Summed NLL, documents as rows and (order, retention) as columns; that of the whole model, (document, 1); targets of each
+    document; heads left for each (order, retention)."""
+    table = curves.assign(order=curves["order"].str.replace(r"^random \d+", "random", regex=True))
+    table["sum"] = table["nll"] * table["targets"]
+    sums = table.pivot_table(index="document", columns=["order", "retention"], values="sum", sort=True)
+    if sums.isna().any(axis=None):
+        raise GeomlibError("not every document has every order and retention: give one study's table.")
+    each = table.groupby("document").first()
+    full = (each["full_nll"] * each["targets"]).to_numpy()[:, None]
+    return sums, full, each["targets"].to_numpy(), table.groupby(["order", "retention"])["heads"].first()
+
+
+def rank_correlations(votes: pd.DataFrame, importance: pd.DataFrame, scan: pd.DataFrame) -> pd.DataFrame:
+    """Spearman's correlation over heads of each score (`sparsify.scores`) with the damage of the head alone, both on one
+    document; mean over documents with its document-bootstrap interval.
+
+    Returns:
+        Columns score, mean, low, high (NaN for a single document), documents.
+    """
+    rows = []
+    for document in sorted(scan["document"].unique()):
+        heads = sparsify.scores(*(t[t["document"] == document] for t in (votes, importance, scan)))
+        names = [n for n in sparsify.METRICS if n in heads and n != "damage"]
+        rows.append(heads[[*names, "damage"]].corr("spearman")["damage"][names])
+    means = pd.DataFrame(rows)
+    low, high = interval_of(means)
+    found = pd.DataFrame({"score": means.columns, "mean": means.mean().to_numpy(), "low": low, "high": high})
+    return found.assign(documents=len(means))
 
 
 def interval_of(means: pd.DataFrame, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

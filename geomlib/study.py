@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from tqdm import tqdm
 
-from geomlib import separability, sink, taxonomy, theory
+from geomlib import separability, sink, sparsify, taxonomy, theory
 from geomlib.attention import observe
 from geomlib.controls import RANDOM_RANKINGS
 from geomlib.corpora import Window, load_corpus, take_windows, text_corpus
@@ -41,11 +41,13 @@ class _Analysis(NamedTuple):
 
     schema: dict[str, tuple[str, str]]
     code: tuple[str, ...]
-    observer: Callable[["Study", str], Any]  # of the study and the window's key
+    observer: Callable[["Study", str], Any] | None  # of the study and the window's key
     # Why a table can be empty; mostly sliding windows in every layer, of which the length says nothing.
     empty: str = (
         "no query of {model} sees more than N of sizes {sizes} sources, so nothing is unselected: give smaller sizes."
     )
+    # In place of an observer, for what takes passes of its own: model, [window], progress, and what `run` was given for it.
+    passes: Callable[..., pd.DataFrame] | None = None
 
 
 ANALYSES = {
@@ -84,6 +86,24 @@ ANALYSES = {
     "taxonomy": _Analysis(
         taxonomy.SCHEMA, ("taxonomy",), lambda s, key: taxonomy.TaxonomyTable(s.length, s.queries, s.bins)
     ),
+    "importance": _Analysis(
+        sparsify.IMPORTANCE_SCHEMA,
+        ("sparsify", "taxonomy"),
+        None,
+        passes=lambda m, w, p, _: sparsify.importance(m, w, p),
+    ),
+    "scan": _Analysis(
+        sparsify.SCAN_SCHEMA,
+        ("sparsify", "taxonomy"),
+        None,
+        passes=lambda m, w, p, _: sparsify.head_scan(m, w, progress=p),
+    ),
+    "retention": _Analysis(
+        sparsify.RETENTION_SCHEMA,
+        ("sparsify", "taxonomy"),
+        None,
+        passes=lambda m, w, p, asked: sparsify.retention_curve(m, w, *asked, progress=p, in_sample=True),
+    ),
 }
 
 
@@ -91,7 +111,8 @@ class Study(BaseModel):
     """What is measured, on what: a frozen record whose fields are the notebooks' parameters.
 
     A window is one document's; `queries` is "all" or "last" (the paper's protocol); `bins` equal bins of query
-    position; `text` is a file of one's own that takes the place of `corpus`.
+    position; `text` is a file of one's own that takes the place of `corpus`; `skip` leaves out the first windows that the
+    seed draws, so that what was chosen on these is judged on others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -102,6 +123,7 @@ class Study(BaseModel):
     text: str | None = None
     detokenise: bool = False
     windows: int = Field(8, ge=1)
+    skip: int = Field(0, ge=0)
     length: int = Field(512, ge=3)
     seed: int = 0
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
@@ -150,6 +172,10 @@ class Study(BaseModel):
         model: Model | None = None,
         progress: bool = False,
         analyses: str | Sequence[str] = "separability",
+        orders: Sequence[sparsify.Order] = (),
+        retentions: Sequence[float] = sparsify.RETENTIONS,
+        in_sample: bool = False,
+        published: bool = False,
     ) -> pd.DataFrame | dict[str, pd.DataFrame]:
         """Measure what is not there yet and return the whole table (columns: `ANALYSES[name].schema`).
 
@@ -157,7 +183,10 @@ class Study(BaseModel):
             out: folder of the results; None: `results_root()` / the study's key.
             model: the loaded model, to load it once for several studies; None: load it.
             progress: show a bar with the time left (on a terminal).
-            analyses: names of `ANALYSES`. Several share each window's forward pass and give a dict of tables.
+            analyses: names of `ANALYSES`. Those that observe share each window's forward pass; several give a dict of tables.
+            orders, retentions, in_sample: of the analysis "retention", as `sparsify.retention_curve` takes them.
+            published: take tables that come with the book where it has this very study, of the same model files and windows,
+                whatever version of the library measured them; recompute some of them (`sparsify.recomputed`).
 
         Raises:
             GeomlibError: bad input, a folder that holds another study, a full disk, NaN in the model. What was
@@ -166,7 +195,45 @@ class Study(BaseModel):
         names = [analyses] if isinstance(analyses, str) else list(analyses or [])
         for name in names or [None]:
             _known(name)
-        # The text first: what is wrong with it shows before a model is fetched or loaded.
+        model, corpus, windows, skipped = self._inputs(model)
+        asked = {}
+        if "retention" in names:
+            sparsify.check_orders(model.hf, list(orders), [w.document for w in windows], in_sample)
+            asked["retention"] = (list(orders), [float(q) for q in retentions])
+        marks = {n: _mark(asked[n]) if n in asked else "" for n in names}
+        record = self._record(model, corpus, windows, skipped)
+        if published and (found := _published(record, marks)):
+            tables = {n: load_table(found, n, marks[n], any_code=True) for n in names}
+            return tables[analyses] if isinstance(analyses, str) else tables
+        folder = Path(out) if out is not None else results_root() / record["key"]
+        _claim(folder, record)
+        todo = []
+        for i, window in enumerate(windows):
+            stamps = {n: _stamp(n, record["key"], marks[n]) for n in names}
+            missing = [n for n in names if _read(folder / n / _file(i, window), stamps[n]) is None]
+            if missing:
+                todo.append((_file(i, window), window, missing))
+        units = sum(_units(missing) for _, _, missing in todo)
+        bar = tqdm(
+            total=units * model.layers, disable=None if progress else True, unit="layer", desc=model.name,
+            bar_format="{l_bar}{bar}| {n:.0f}/{total_fmt} [{elapsed}<{remaining}]",
+        )  # fmt: skip
+        with bar:
+            for file, window, missing in todo:
+                empty = []
+                for name, table in self._measure(model, window, missing, asked, bar):
+                    if table.empty:
+                        empty.append(name)
+                    else:
+                        _write(table, folder / name / file, name, stamps[name])
+                for name in empty:  # after what there is has been kept
+                    raise GeomlibError(ANALYSES[name].empty.format(model=model.name, sizes=self.sizes))
+        tables = {name: load_table(folder, name, marks[name]) for name in names}
+        return tables[analyses] if isinstance(analyses, str) else tables
+
+    def _inputs(self, model: Model | None) -> tuple[Model, Any, list[Window], int]:
+        """The model, the text, its windows and how many documents were too short; the text first, so that what is wrong with
+        it shows before a model is fetched or loaded."""
         corpus = text_corpus(self.text) if self.text else load_corpus(self.corpus, detokenise=self.detokenise)
         if model is None:
             model = load_model(self.model, revision=self.revision, dtype=self.dtype)
@@ -178,28 +245,31 @@ class Study(BaseModel):
             )
         if model.max_length is not None and self.length > model.max_length:
             raise GeomlibError(f"{model.name} has {model.max_length} positions: give a length of at most that.")
-        windows, skipped = take_windows(corpus, model.tokenizer, self.windows, self.length, self.seed)
-        record = self._record(model, corpus, windows, skipped)
-        folder = Path(out) if out is not None else results_root() / record["key"]
-        _claim(folder, record)
-        todo = []
-        for i, window in enumerate(windows):
-            missing = [n for n in names if _read(folder / n / _file(i, window), n, record["key"]) is None]
-            if missing:
-                todo.append((_file(i, window), window, missing))
-        bar = tqdm(total=len(todo) * model.layers, disable=None if progress else True, unit="layer", desc=model.name)
-        with bar:
-            for file, window, missing in todo:
-                tables = self._measure(model, window, missing, bar)
-                for name, table in tables.items():
-                    if not table.empty:
-                        _write(table, folder / name / file, name, record["key"])
-                for name in (n for n, table in tables.items() if table.empty):  # after what there is has been kept
-                    raise GeomlibError(ANALYSES[name].empty.format(model=model.name, sizes=self.sizes))
-        tables = {name: load_table(folder, name) for name in names}
-        return tables[analyses] if isinstance(analyses, str) else tables
+        windows, skipped = take_windows(corpus, model.tokenizer, self.skip + self.windows, self.length, self.seed)
+        if len(windows) <= self.skip:  # a plain text gives what it holds
+            raise GeomlibError(
+                f"{corpus.name} holds {len(windows)} windows of {self.length} tokens, and skip = {self.skip} leaves none: give a "
+                f"longer text or a smaller length."
+            )
+        return model, corpus, windows[self.skip :], skipped
 
-    def _measure(self, model: Model, window: Window, names: list[str], bar) -> dict[str, pd.DataFrame]:
+    def take(self, model: Model | None = None) -> list[Window]:
+        """The windows that `run` measures."""
+        return self._inputs(model)[2]
+
+    def _measure(self, model: Model, window: Window, names: list[str], asked: dict, bar) -> Iterator[tuple]:
+        """Name and table of each analysis, as soon as it is measured."""
+        alone = [n for n in names if ANALYSES[n].passes]
+        together = [n for n in names if n not in alone]
+        if together:
+            yield from self._observed(model, window, together, bar)
+        for name in alone:
+            table = ANALYSES[name].passes(
+                model.hf, [window], lambda share: bar.update(share * model.layers), asked.get(name)
+            )
+            yield name, table.astype({c: t for c, (t, _) in ANALYSES[name].schema.items()})
+
+    def _observed(self, model: Model, window: Window, names: list[str], bar) -> Iterator[tuple]:
         observers = {n: ANALYSES[n].observer(self, f"{self.seed} {window.document} {window.start}") for n in names}
 
         def tick(block):
@@ -213,12 +283,10 @@ class Study(BaseModel):
             raise GeomlibError(
                 f"{model.name} gives NaN or infinite numbers after its last layer ({model.layers - 1}): load it in float32."
             )
-        tables = {}
         for name, observer in observers.items():
             table = observer.table()
             table.insert(0, "document", window.document)
-            tables[name] = table.astype({c: t for c, (t, _) in ANALYSES[name].schema.items() if c in table})
-        return tables
+            yield name, table.astype({c: t for c, (t, _) in ANALYSES[name].schema.items() if c in table})
 
     def _record(self, model: Model, corpus, windows: list[Window], skipped: int) -> dict:
         """study.json: the fields, and every version and hash behind the numbers."""
@@ -254,8 +322,15 @@ def results_root() -> Path:
     return Path(os.environ.get("GEOMLIB_RESULTS") or Path("runs") / "studies")
 
 
-def load_table(folder: str | Path, analysis: str = "separability") -> pd.DataFrame:
-    """One table of a study's folder, windows in order, checked; warns when windows are still missing."""
+def load_table(
+    folder: str | Path, analysis: str = "separability", mark: str | None = None, any_code: bool = False
+) -> pd.DataFrame:
+    """One table of a study's folder, windows in order, checked; warns when windows are still missing.
+
+    Args:
+        mark: of the orders and retentions of a "retention" table; None: any, if it is the same in all files.
+        any_code: take what another version of the analysis wrote.
+    """
     _known(analysis)
     folder = Path(folder)
     if not (folder / "study.json").is_file():
@@ -270,9 +345,14 @@ def load_table(folder: str | Path, analysis: str = "separability") -> pd.DataFra
         warnings.warn(
             f"{folder} holds {len(files)} of {len(record['windows'])} windows: run the study again.", stacklevel=2
         )
-    key = record["key"]
-    parts = [_read(f, analysis, key) for f in files]
-    for file, part in zip(files, parts, strict=True):
+    stamps = [_stamp_of(f) for f in files]
+    mark = (stamps[0] or "").split(" ")[-1] if mark is None else mark
+    wanted = _stamp(analysis, record["key"], mark)
+    parts = []
+    for file, stamp in zip(files, stamps, strict=True):
+        same = stamp is not None and (stamp.split(" ")[::2] == wanted.split(" ")[::2] if any_code else stamp == wanted)
+        part = _read(file, stamp) if same else None
+        parts.append(part)
         if part is None:
             raise GeomlibError(f"{file} is damaged, or of another study or version: remove it and run the study again.")
     table = pd.concat(parts, ignore_index=True)
@@ -289,7 +369,7 @@ _SHARES = (
     "precision", "recall", "f", "holds", "separated", "f_with", "f_without", "lower", "extreme", "won", "cosine_negative",
     *taxonomy.VOTES, "sees_sink", "tied",
 )  # fmt: skip
-_COUNTED = ("query_to", "queries", "dim", "sources")  # say no more than the other names of a row
+_COUNTED = ("query_to", "queries", "dim", "sources", "heads", "targets")  # say no more than the other names of a row
 
 
 def check_table(table: pd.DataFrame, analysis: str = "separability") -> None:
@@ -305,7 +385,8 @@ def check_table(table: pd.DataFrame, analysis: str = "separability") -> None:
     shares = table[[c for c in _SHARES if c in expected]]
     if not np.isfinite(metrics).all(axis=None) or not ((shares >= 0) & (shares <= 1)).all(axis=None):
         raise GeomlibError("the table holds values out of range: run the study again in another folder.")
-    if table.duplicated([c for c, t in expected.items() if t != "float64" and c not in _COUNTED]).any():
+    names = [c for c, t in expected.items() if (t != "float64" and c not in _COUNTED) or c == "retention"]
+    if table.duplicated(names).any():
         raise GeomlibError("the table holds rows twice: run the study again in another folder.")
 
 
@@ -338,25 +419,63 @@ def _claim(folder: Path, record: dict) -> None:
         _whole(path, lambda tmp: tmp.write_text(json.dumps(record, indent=1) + "\n"))
 
 
-def _stamp(analysis: str, key: str) -> bytes:
-    """What a table carries: its study, and the code of its analysis (the rest of the code is in the study's key)."""
-    return f"{key} {_code(ANALYSES[analysis].code)}".encode()
+def _stamp(analysis: str, key: str, mark: str = "") -> str:
+    """What a table carries: its study, the code of its analysis (the rest of the code is in the study's key), and the mark of
+    what `run` was given for it."""
+    return f"{key} {_code(ANALYSES[analysis].code)} {mark}"
 
 
-def _read(path: Path, analysis: str, key: str) -> pd.DataFrame | None:
-    """The table of one window, or None unless the file is there, whole, of this study and of today's code."""
+def _mark(asked: tuple) -> str:
+    orders, retentions = asked
+    content = json.dumps(sorted([o.name, o.heads, o.group] for o in orders) + [sorted(set(retentions))])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _units(names: Sequence[str]) -> int:
+    """Turns of the bar that these analyses of one window take, in passes through all layers."""
+    return any(ANALYSES[n].passes is None for n in names) + sum(ANALYSES[n].passes is not None for n in names)
+
+
+def _stamp_of(path: Path) -> str | None:
+    """The stamp of a table's file, None where there is none to read."""
+    try:
+        metadata = pq.read_schema(path).metadata if path.is_file() else None
+    except (OSError, pa.ArrowException):
+        return None
+    return ((metadata or {}).get(b"geomlib_study") or b"").decode() or None
+
+
+def _read(path: Path, stamp: str) -> pd.DataFrame | None:
+    """The table of one window, or None unless the file is there, whole, and carries this stamp."""
     try:
         table = pq.read_table(path, page_checksum_verification=True) if path.is_file() else None
     except (OSError, pa.ArrowException):
         return None
-    mine = table is not None and (table.schema.metadata or {}).get(b"geomlib_study") == _stamp(analysis, key)
+    mine = table is not None and (table.schema.metadata or {}).get(b"geomlib_study") == stamp.encode()
     return table.to_pandas() if mine else None
 
 
-def _write(table: pd.DataFrame, path: Path, analysis: str, key: str) -> None:
+def _published(record: dict, marks: dict[str, str]) -> Path | None:
+    """The folder under book/studies that holds this study's tables whole, from whatever code; None if there is none."""
+    same = [k for k in record if k not in ("versions", "key")]
+    for place in (Path.cwd(), Path(__file__).parent.parent):
+        for path in sorted((place / "book" / "studies").glob("*/study.json")):
+            there = json.loads(path.read_text())
+            if any(there.get(k) != record[k] for k in same):
+                continue
+            for name, mark in marks.items():
+                stamps = [_stamp_of(f) for f in sorted((path.parent / name).glob("*.parquet"))]
+                if [s and s.split(" ")[::2] for s in stamps] != [[there["key"], mark]] * len(record["windows"]):
+                    break
+            else:
+                return path.parent
+    return None
+
+
+def _write(table: pd.DataFrame, path: Path, analysis: str, stamp: str) -> None:
     check_table(table, analysis)
     arrow = pa.Table.from_pandas(table, preserve_index=False)
-    arrow = arrow.replace_schema_metadata({**(arrow.schema.metadata or {}), b"geomlib_study": _stamp(analysis, key)})
+    arrow = arrow.replace_schema_metadata({**(arrow.schema.metadata or {}), b"geomlib_study": stamp.encode()})
     with _one_sentence(path.parent.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         _whole(path, lambda tmp: pq.write_table(arrow, tmp, compression="zstd", write_page_checksum=True))

@@ -12,10 +12,11 @@ from geomlib.figures.separability import (
     variants,
 )
 from geomlib.figures.sink import WITHOUT, extremes, mass_by_position, sink_curves, sink_plane, sinks_by_layer
+from geomlib.figures.sparsify import damage_gaps, damage_map, damage_sorted, retention_curves
 from geomlib.figures.taxonomy import regime_map, shares, signatures, simplex, stability, votes_by_position, winners
 
 __all__ = [
-    "LEVELS", "NAMES", "WITHOUT", "assumptions", "bounds_curves", "by_position", "contributions_plane", "curve", "extremes", "head_map",
-    "mass_by_position", "per_head", "profile_curves", "regime_map", "separability_curves", "shares", "signatures", "simplex",
+    "LEVELS", "NAMES", "WITHOUT", "assumptions", "bounds_curves", "by_position", "contributions_plane", "curve", "damage_gaps", "damage_map", "damage_sorted", "extremes", "head_map",
+    "mass_by_position", "per_head", "profile_curves", "regime_map", "retention_curves", "separability_curves", "shares", "signatures", "simplex",
     "sink_curves", "sink_plane", "sinks_by_layer", "stability", "style", "variants", "votes_by_position", "winners",
 ]  # fmt: skip

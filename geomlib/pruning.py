@@ -1,0 +1,322 @@
+"""Removing heads for good: a copy of the model without them, and a folder to load it from.
+
+Where all query heads of a KV head go, the rows and columns of the projections go with them: less memory, less time. Where only
+some go, their columns of the output projection become zero, which changes what is computed and not how long it takes.
+THEORY section 9.
+"""
+
+import copy
+import json
+import math
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from geomlib import sparsify
+from geomlib.attention import _hf, intervene, output_projections, short_input
+from geomlib.errors import GeomlibError
+from geomlib.models import _quiet, load_model
+
+RECORD = (
+    "geomlib_pruned"  # the key in config.json: {"removed": [[layer, head], ...], "cut": {layer: [query heads left]}}
+)
+_SAME = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest logit
+
+
+@torch.no_grad()
+def prune(model, heads: Sequence[tuple[int, int]], cut: bool = True):
+    """A copy of the model without these query heads; its logits are those of the model with them zeroed (`intervene`).
+
+    Args:
+        model: a geomlib `Model`, or transformers' own causal language model; the copy is of the same kind.
+        heads: pairs (layer, query head).
+        cut: False: only zero columns, so that every layer keeps its shape and plain `transformers` loads the model.
+
+    The projections get smaller where whole KV groups go and the copy's logits prove that the architecture bears it; elsewhere the
+    output projection's columns are zeroed. A layer that loses all its groups keeps one query head and its KV head with zero
+    columns, so that caches and tools still find an attention there. What was done stands in the config, under "geomlib_pruned".
+
+    Raises:
+        GeomlibError: no such head, or quantised weights, which are read only here.
+    """
+    hf = _hf(model)
+    if getattr(hf, "is_quantized", False) or getattr(hf.config, "quantization_config", None):
+        raise GeomlibError("quantised weights cannot be pruned: load the model dequantised, in float32 or bfloat16.")
+    if getattr(hf.config, RECORD, None):
+        raise GeomlibError("the model is pruned already: prune the one that it was made from, with all heads at once.")
+    config = hf.config.get_text_config()
+    layers, count = config.num_hidden_layers, config.num_attention_heads
+    gone = sorted({(int(layer), int(head)) for layer, head in heads})
+    if wrong := [h for h in gone if not (0 <= h[0] < layers and 0 <= h[1] < count)]:
+        raise GeomlibError(
+            f"the model has no head {wrong[0]}: give (layer, query head) below ({layers}, {count}), from 0."
+        )
+    mask = torch.ones(layers, count)
+    for layer, head in gone:
+        mask[layer, head] = 0
+    ids = short_input(hf)
+    with intervene(hf, head_mask=mask):
+        wanted = hf(input_ids=ids, use_cache=False).logits
+    left = _whole_groups(hf, gone) if cut else {}
+    small = _zeroed(hf, gone)
+    if left:
+        try:
+            cut_heads(small, left)
+            found = small(input_ids=ids, use_cache=False).logits
+            works = float((found - wanted).abs().max()) <= _SAME[found.dtype] * float(wanted.abs().max())
+        except (RuntimeError, AttributeError, TypeError, ValueError, IndexError):
+            works = False
+        if not works:  # fused or shared projections: the columns stay, as zeros
+            left, small = {}, _zeroed(hf, gone)
+    setattr(small.config, RECORD, {"removed": [list(h) for h in gone], "cut": {str(k): v for k, v in left.items()}})
+    if model is hf:
+        return small
+    note = "; ".join(filter(None, [model.note, f"without {len(gone)} of {layers * count} query heads"]))
+    return replace(model, hf=small, revision=None, sha256=None, note=note)
+
+
+def _whole_groups(hf: PreTrainedModel, gone: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    """Layer -> the query heads left once whole KV groups are cut out, for the layers that lose one."""
+    config = hf.config.get_text_config()
+    whole = {}
+    for layer, (attention, _) in enumerate(output_projections(hf)):
+        group = _group(attention, config)
+        heads = range(config.num_attention_heads)
+        mine = {head for at, head in gone if at == layer}
+        groups = [list(heads[i : i + group]) for i in range(0, len(heads), group)]
+        left = [g for g in groups if not mine.issuperset(g)]
+        if len(left) < len(groups):
+            whole[layer] = [head for g in left for head in g] or [0]
+    return whole
+
+
+def _group(attention: torch.nn.Module, config) -> int:
+    """Query heads per KV head."""
+    return getattr(attention, "num_key_value_groups", None) or (
+        config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    )
+
+
+def _zeroed(hf: PreTrainedModel, gone: Sequence[tuple[int, int]]) -> PreTrainedModel:
+    small = copy.deepcopy(hf)
+    heads = hf.config.get_text_config().num_attention_heads
+    projections = [p for _, p in output_projections(small)]
+    for layer, head in gone:
+        weight = projections[layer].weight
+        columns = weight if isinstance(projections[layer], Conv1D) else weight.T
+        dim = len(columns) // heads
+        columns[head * dim : (head + 1) * dim] = 0
+    return small
+
+
+@torch.no_grad()
+def cut_heads(hf: PreTrainedModel, cut: dict[int, list[int]]) -> None:
+    """Make the projections of these layers smaller, in place: only these query heads and their KV heads are left."""
+    config = hf.config.get_text_config()
+    count = config.num_attention_heads
+    for layer, (attention, projection) in enumerate(output_projections(hf)):
+        if layer not in cut:
+            continue
+        group = _group(attention, config)
+        queries = torch.tensor(cut[layer])
+        keys = torch.unique(queries // group)
+        children = dict(attention.named_children())
+        if {"q_proj", "k_proj", "v_proj"} <= set(children):
+            for name, kept, total in (
+                ("q_proj", queries, count),
+                ("k_proj", keys, count // group),
+                ("v_proj", keys, count // group),
+            ):
+                _keep(children[name], 0, _places(kept, children[name].weight.shape[0] // total))
+        elif "c_attn" in children:  # GPT-2: q, k, v side by side
+            size = children["c_attn"].weight.shape[1] // 3
+            places = _places(queries, size // count)
+            _keep(children["c_attn"], 1, torch.cat([places + i * size for i in range(3)]))
+            attention.split_size = len(places)
+        elif "query_key_value" in children and group == 1:  # GPT-NeoX: q, k, v of each head side by side
+            _keep(
+                children["query_key_value"], 0, _places(queries, children["query_key_value"].weight.shape[0] // count)
+            )
+        else:
+            raise ValueError(f"no way to cut a {type(attention).__name__}")
+        inputs = 0 if isinstance(projection, Conv1D) else 1
+        _keep(projection, inputs, _places(queries, projection.weight.shape[inputs] // count), bias=False)
+        for name, parameter in attention.named_parameters(recurse=False):  # one number a head, as learned sinks
+            if parameter.shape == (count,):
+                setattr(attention, name, torch.nn.Parameter(parameter[queries].clone(), requires_grad=False))
+        for name, kept in (("num_heads", queries), ("num_attention_heads", queries), ("num_key_value_heads", keys)):
+            if isinstance(getattr(attention, name, None), int):
+                setattr(attention, name, len(kept))
+        if len(queries) < group:
+            attention.num_key_value_groups = len(queries)
+
+
+def _places(heads: torch.Tensor, dim: int) -> torch.Tensor:
+    return (heads[:, None] * dim + torch.arange(dim)).flatten()
+
+
+def _keep(module: torch.nn.Module, axis: int, places: torch.Tensor, bias: bool = True) -> None:
+    """Keep these rows (0) or columns (1) of a projection's weight, and of its bias where they are outputs."""
+    places = places.to(module.weight.device)
+    weight = module.weight.index_select(axis, places).contiguous()
+    module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if bias and getattr(module, "bias", None) is not None:
+        module.bias = torch.nn.Parameter(module.bias[places].clone(), requires_grad=False)
+    if isinstance(module, Conv1D):
+        module.nx, module.nf = weight.shape
+    else:
+        module.out_features, module.in_features = weight.shape
+
+
+def parameters(hf: PreTrainedModel) -> int:
+    """Number of weights, tied ones once."""
+    return sum(p.numel() for p in hf.parameters())
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+def save(model, folder: str | Path, record: dict) -> Path:
+    """Write a pruned geomlib `Model` to a new folder, whole or not at all, with `record` beside it as geomlib_pruned.json.
+
+    With zeroed columns only, it is an ordinary model that `AutoModelForCausalLM.from_pretrained` loads; where KV groups were cut,
+    layers differ in shape, and `geomlib.load_model` loads it.
+    """
+    folder = check_new(folder)
+    tmp = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        tmp.mkdir(parents=True)
+        with _quiet():
+            model.hf.save_pretrained(tmp)
+        model.tokenizer.save_pretrained(tmp)
+        (tmp / f"{RECORD}.json").write_text(json.dumps(record, indent=1) + "\n")
+        if folder.exists():
+            folder.rmdir()
+        os.replace(tmp, folder)
+    except OSError as e:
+        raise GeomlibError(
+            f"cannot write to {folder}: {e.strerror or e}; free some space or give another folder."
+        ) from e
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+    return folder
+
+
+def check_new(folder: str | Path) -> Path:
+    """The path, if there is nothing yet."""
+    folder = Path(folder).expanduser().absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise GeomlibError(f"{folder} is there already: give a new folder, nothing is overwritten.")
+    return folder
+
+
+def export(
+    calibration,
+    judged,
+    order: str,
+    retention: float,
+    out: str | Path,
+    unit: str = "head",
+    cut: bool = True,
+    progress: bool = False,
+) -> Iterator[str]:
+    """Prune a model by an order made on one study's windows, judge it on another's and save it; yields lines that say what was
+    done and measured.
+
+    Args:
+        calibration, judged: two `Study`s of one model, of different documents (`skip`).
+        order: "random" or a name of `sparsify.METRICS` or `sparsify.REGIME_ORDERS`.
+        unit: "head", or "group": whole KV groups go.
+    """
+    if order not in ("random", *sparsify.METRICS, *sparsify.REGIME_ORDERS):
+        names = ", ".join(("random", *sparsify.METRICS, *sparsify.REGIME_ORDERS))
+        raise GeomlibError(f"there is no order {order!r}: give one of {names}.")
+    if not 0 < retention < 1:
+        raise GeomlibError(f"retention = {retention:g} is not usable: give a share between 0 and 1, such as 0.8.")
+    check_new(out)
+    model = load_model(calibration.model, revision=calibration.revision, dtype=calibration.dtype)
+    windows = judged.take(model)
+    names = ["taxonomy", "importance", *(["scan"] if order == "damage" else [])]
+    tables = calibration.run(model=model, progress=progress, analyses=names)
+    orders = sparsify.all_orders(tables["taxonomy"], tables["importance"], tables.get("scan"), seeds=0)
+    heads = tables["importance"].drop_duplicates(["layer", "head"])
+    chosen = sparsify.random_order(heads, calibration.seed) if order == "random" else orders[order]
+    if unit == "group":
+        chosen = sparsify.grouped(chosen, model.query_heads // model.kv_heads)
+    sparsify.check_orders(model, [chosen], [w.document for w in windows], in_sample=False)
+    gone = chosen.removed(retention)
+    small = prune(model, gone, cut)
+    done = getattr(small.hf.config, RECORD)["cut"]
+    group = model.query_heads // model.kv_heads
+    members = Counter((layer, head // group) for layer, head in gone)
+    whole = sum(count == group for count in members.values())
+    losses = [sparsify.nll(m, windows) for m in (model, small)]
+    before, after = (float((x["nll"] * x["targets"]).sum() / x["targets"].sum()) for x in losses)
+    seconds = [_seconds(m.hf, windows[0]) for m in (model, small)]
+    sizes = [parameters(m.hf) for m in (model, small)]
+    record = {
+        "model": {"name": model.name, "fingerprint": model.fingerprint, "note": model.note},
+        "order": chosen.name, "retention": retention, "unit": unit, "removed": [list(h) for h in gone],
+        "calibration": {"documents": list(chosen.documents), "study": calibration.model_dump(mode="json")},
+        "judged": {"documents": [w.document for w in windows], "study": judged.model_dump(mode="json")},
+        "nll": {"before": before, "after": after, "targets": int(losses[0]["targets"].sum())},
+        "weights": sizes, "versions": {p: version(p) for p in ("geomlib", "torch", "transformers")},
+    }  # fmt: skip
+    folder = save(small, out, record)
+    total = model.layers * model.query_heads
+    fate = (
+        "cut out, of the other heads the columns are zero"
+        if done
+        else "too, as zero columns: every layer keeps its shape"
+    )
+    yield (
+        f"{model.name}: {len(gone)} of {total} query heads removed (order {chosen.name}), {whole} of "
+        f"{model.layers * model.kv_heads} KV groups whole, {fate}."
+    )
+    yield (
+        f"NLL on {len(windows)} other documents: {before:.3f} -> {after:.3f} nats (damage {after / before - 1:.1%}), perplexity "
+        f"{math.exp(before):.1f} -> {math.exp(after):.1f}."
+    )
+    yield (
+        f"Weights: {sizes[0] / 1e6:.1f} M -> {sizes[1] / 1e6:.1f} M; forward pass of {len(windows[0].input_ids)} tokens: "
+        f"{seconds[0]:.2f} s -> {seconds[1]:.2f} s."
+    )
+    how = "geomlib.load_model (its layers differ in shape)" if done else "transformers, as any model"
+    yield f"Saved in {folder}: load it with {how}."
+
+
+@torch.no_grad()
+def _seconds(hf: PreTrainedModel, window, repeats: int = 3) -> float:
+    """Median time of a forward pass without logits."""
+    ids = torch.tensor([window.input_ids], device=hf.get_input_embeddings().weight.device)
+    times = []
+    for _ in range(repeats + 1):  # the first warms up
+        start = time.perf_counter()
+        hf.base_model(input_ids=ids, use_cache=False)[0].sum().item()
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[repeats // 2]
+
+
+def load_cut(path: str, config, dtype, device) -> PreTrainedModel:
+    """The model of a folder whose layers differ in shape: made from its config, cut, and filled."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+    cut_heads(hf.eval(), {int(k): v for k, v in getattr(config, RECORD)["cut"].items()})
+    weights = {k: v for f in sorted(Path(path).glob("*.safetensors")) for k, v in load_file(f).items()}
+    missing, unknown = hf.load_state_dict(weights, strict=False)
+    hf.tie_weights()
+    shared = set(getattr(hf, "all_tied_weights_keys", None) or {})
+    if unknown or set(missing) - shared:
+        raise GeomlibError(f"{path} does not hold the weights that its config tells of: prune the model again.")
+    return hf.to(dtype if isinstance(dtype, torch.dtype) else None).to(device)
