@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import geomlib
-from geomlib import pruning, sparsify
+from geomlib import nll, pruning, resume, sparsify
 from geomlib.attention import intervene
 
 
@@ -28,7 +28,7 @@ def timed(call):
 
 def scan(model, window, count: int) -> None:
     ids = torch.tensor([window.input_ids])
-    recording = sparsify._Recording(model.hf, ids)
+    recording = resume.Recording(model.hf, ids)
     heads = [(i * model.layers // count, i % model.query_heads) for i in range(count)]
     times = {"whole pass": [], "whole pass, lean NLL": [], "resumed": []}
     worst = 0.0
@@ -43,7 +43,7 @@ def scan(model, window, count: int) -> None:
 
         def lean(mask=mask):
             with intervene(model, head_mask=mask):
-                return float(sparsify._score(model.hf, ids).mean())
+                return float(nll.score(model.hf, ids).mean())
 
         def resumed(layer=layer, head=head):
             return float(recording.without(layer, head).mean())

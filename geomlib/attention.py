@@ -414,6 +414,12 @@ def observe(model, *observers: Observer) -> Iterator[None]:
         _leave(hf, state)
 
 
+def refuse_ragged(hf: PreTrainedModel) -> None:
+    """Refuse a model whose heads were cut out (`pruning.prune`) where heads are counted alike in every layer."""
+    if (getattr(hf.config, "geomlib_pruned", None) or {}).get("cut"):
+        raise GeomlibError("the model was pruned to layers of different shapes: take the model that it was made from.")
+
+
 def final_rows(model, input_ids: Sequence[int] | torch.Tensor, rows: int = 1) -> dict[int, Block]:
     """The last query rows of every layer on one text, kept: for a close look at a few operations.
 
@@ -476,6 +482,7 @@ def intervene(
         self_check(hf)
     config = hf.config.get_text_config()
     if head_mask is not None:
+        refuse_ragged(hf)
         head_mask = torch.as_tensor(head_mask)
         shape = (config.num_hidden_layers, config.num_attention_heads)
         if tuple(head_mask.shape) != shape:

@@ -166,7 +166,7 @@ def prune(
             help="Which go first: random, magnitude, contribution, gradient, entropy, entropy-reversed, damage, or a regime order "
             "such as mixer-reset-retriever."
         ),
-    ] = "contribution",
+    ] = "gradient",
     model: Annotated[str, typer.Option(help="Embedded name, Hugging Face id, or folder.")] = DEFAULT_MODEL,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
     unit: Annotated[

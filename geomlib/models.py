@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,32 +271,23 @@ def _load(name: str, path: str, commit: str | None, dtype, device, kwargs: dict)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **common)
         if not len(tokenizer):  # what `transformers` makes of a folder without tokenizer files
             raise GeomlibError(f"{name} has no tokenizer: save its tokenizer beside the model with save_pretrained.")
+        from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
         if (getattr(config, "geomlib_pruned", None) or {}).get("cut"):  # layers of different shapes
-            hf = _load_cut(name, path, config, dtype, device, kwargs)
-        else:
-            hf, info = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, output_loading_info=True, **common, **kwargs
+            from geomlib.pruning import load_cut
+
+            from_pretrained = partial(load_cut, config=config)
+            common.pop("trust_remote_code")
+        hf, info = from_pretrained(path, dtype=dtype, output_loading_info=True, **common, **kwargs)
+        if info["missing_keys"]:  # they would be random
+            raise GeomlibError(
+                f"{name} lacks {len(info['missing_keys'])} weights of {type(hf).__name__} (such as "
+                f"{min(info['missing_keys'])}): give a complete causal language model."
             )
-            if info["missing_keys"]:  # they would be random
-                raise GeomlibError(
-                    f"{name} lacks {len(info['missing_keys'])} weights of {type(hf).__name__} (such as "
-                    f"{min(info['missing_keys'])}): give a complete causal language model."
-                )
-            if "device_map" not in kwargs:
-                hf = hf.to(device)
+        if "device_map" not in kwargs:
+            hf = hf.to(device)
     if isinstance(dtype, torch.dtype) and not getattr(hf, "is_quantized", False) and hf.dtype != dtype:
         hf = hf.to(dtype)
     return hf.eval().requires_grad_(False), tokenizer
-
-
-def _load_cut(name: str, path: str, config, dtype, device, kwargs: dict):
-    from geomlib.pruning import load_cut
-
-    if kwargs or not Path(path).is_dir():
-        raise GeomlibError(
-            f"{name} was pruned to layers of different shapes: load it from its folder, onto one device."
-        )
-    return load_cut(path, config, dtype, device)
 
 
 def _placement(dtype, device, kwargs: dict):

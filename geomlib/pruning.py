@@ -18,13 +18,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from geomlib import sparsify
 from geomlib.attention import _hf, intervene, output_projections, short_input
 from geomlib.errors import GeomlibError
 from geomlib.models import _quiet, load_model
+from geomlib.nll import evaluating
 
 RECORD = (
     "geomlib_pruned"  # the key in config.json: {"removed": [[layer, head], ...], "cut": {layer: [query heads left]}}
@@ -49,10 +51,7 @@ def prune(model, heads: Sequence[tuple[int, int]], cut: bool = True):
         GeomlibError: no such head, or quantised weights, which are read only here.
     """
     hf = _hf(model)
-    if getattr(hf, "is_quantized", False) or getattr(hf.config, "quantization_config", None):
-        raise GeomlibError("quantised weights cannot be pruned: load the model dequantised, in float32 or bfloat16.")
-    if getattr(hf.config, RECORD, None):
-        raise GeomlibError("the model is pruned already: prune the one that it was made from, with all heads at once.")
+    _check(hf)
     config = hf.config.get_text_config()
     layers, count = config.num_hidden_layers, config.num_attention_heads
     gone = sorted({(int(layer), int(head)) for layer, head in heads})
@@ -66,22 +65,34 @@ def prune(model, heads: Sequence[tuple[int, int]], cut: bool = True):
     ids = short_input(hf)
     with intervene(hf, head_mask=mask):
         wanted = hf(input_ids=ids, use_cache=False).logits
+    attention, projection = output_projections(hf)[0]
+    name = next(n for n, child in attention.named_children() if child is projection)
     left = _whole_groups(hf, gone) if cut else {}
     small = _zeroed(hf, gone)
     if left:
         try:
-            cut_heads(small, left)
-            found = small(input_ids=ids, use_cache=False).logits
+            cut_heads(small, left, name)
+            with evaluating(small):
+                found = small(input_ids=ids, use_cache=False).logits
             works = float((found - wanted).abs().max()) <= _SAME[found.dtype] * float(wanted.abs().max())
-        except (RuntimeError, AttributeError, TypeError, ValueError, IndexError):
+        except (RuntimeError, AttributeError, TypeError, ValueError, IndexError, KeyError):
             works = False
         if not works:  # fused or shared projections: the columns stay, as zeros
             left, small = {}, _zeroed(hf, gone)
-    setattr(small.config, RECORD, {"removed": [list(h) for h in gone], "cut": {str(k): v for k, v in left.items()}})
+    record = {"removed": [list(h) for h in gone], "cut": {str(k): v for k, v in left.items()}, "projection": name}
+    setattr(small.config, RECORD, record)
     if model is hf:
         return small
     note = "; ".join(filter(None, [model.note, f"without {len(gone)} of {layers * count} query heads"]))
-    return replace(model, hf=small, revision=None, sha256=None, note=note)
+    source = model.sha256 or {"commit": model.revision or ""}
+    return replace(model, hf=small, revision=None, sha256=source | {"removed": json.dumps(record)}, note=note)
+
+
+def _check(hf: PreTrainedModel) -> None:
+    if getattr(hf, "is_quantized", False) or getattr(hf.config, "quantization_config", None):
+        raise GeomlibError("quantised weights cannot be pruned: load the model dequantised, in float32 or bfloat16.")
+    if getattr(hf.config, RECORD, None):
+        raise GeomlibError("the model is pruned already: prune the one that it was made from, with all heads at once.")
 
 
 def _whole_groups(hf: PreTrainedModel, gone: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
@@ -119,17 +130,22 @@ def _zeroed(hf: PreTrainedModel, gone: Sequence[tuple[int, int]]) -> PreTrainedM
 
 
 @torch.no_grad()
-def cut_heads(hf: PreTrainedModel, cut: dict[int, list[int]]) -> None:
-    """Make the projections of these layers smaller, in place: only these query heads and their KV heads are left."""
+def cut_heads(hf: PreTrainedModel, cut: dict[int, list[int]], projection: str) -> None:
+    """Make the projections of these layers smaller, in place: only these query heads and their KV heads are left.
+
+    Args:
+        projection: name of the output projection in its attention module.
+    """
     config = hf.config.get_text_config()
     count = config.num_attention_heads
-    for layer, (attention, projection) in enumerate(output_projections(hf)):
-        if layer not in cut:
+    for attention in hf.modules():
+        children = dict(attention.named_children())
+        layer = getattr(attention, "layer_idx", None)
+        if "Attention" not in type(attention).__name__ or layer not in cut or projection not in children:
             continue
         group = _group(attention, config)
-        queries = torch.tensor(cut[layer])
-        keys = torch.unique(queries // group)
-        children = dict(attention.named_children())
+        queries = cut[layer]
+        keys = sorted({head // group for head in queries})
         if {"q_proj", "k_proj", "v_proj"} <= set(children):
             for name, kept, total in (
                 ("q_proj", queries, count),
@@ -140,7 +156,7 @@ def cut_heads(hf: PreTrainedModel, cut: dict[int, list[int]]) -> None:
         elif "c_attn" in children:  # GPT-2: q, k, v side by side
             size = children["c_attn"].weight.shape[1] // 3
             places = _places(queries, size // count)
-            _keep(children["c_attn"], 1, torch.cat([places + i * size for i in range(3)]))
+            _keep(children["c_attn"], 1, [place + i * size for i in range(3) for place in places])
             attention.split_size = len(places)
         elif "query_key_value" in children and group == 1:  # GPT-NeoX: q, k, v of each head side by side
             _keep(
@@ -148,11 +164,12 @@ def cut_heads(hf: PreTrainedModel, cut: dict[int, list[int]]) -> None:
             )
         else:
             raise ValueError(f"no way to cut a {type(attention).__name__}")
-        inputs = 0 if isinstance(projection, Conv1D) else 1
-        _keep(projection, inputs, _places(queries, projection.weight.shape[inputs] // count), bias=False)
+        out = children[projection]
+        inputs = 0 if isinstance(out, Conv1D) else 1
+        _keep(out, inputs, _places(queries, out.weight.shape[inputs] // count), bias=False)
         for name, parameter in attention.named_parameters(recurse=False):  # one number a head, as learned sinks
             if parameter.shape == (count,):
-                setattr(attention, name, torch.nn.Parameter(parameter[queries].clone(), requires_grad=False))
+                setattr(attention, name, _kept(parameter, 0, queries))
         for name, kept in (("num_heads", queries), ("num_attention_heads", queries), ("num_key_value_heads", keys)):
             if isinstance(getattr(attention, name, None), int):
                 setattr(attention, name, len(kept))
@@ -160,21 +177,24 @@ def cut_heads(hf: PreTrainedModel, cut: dict[int, list[int]]) -> None:
             attention.num_key_value_groups = len(queries)
 
 
-def _places(heads: torch.Tensor, dim: int) -> torch.Tensor:
-    return (heads[:, None] * dim + torch.arange(dim)).flatten()
+def _places(heads: Sequence[int], dim: int) -> list[int]:
+    return [head * dim + i for head in heads for i in range(dim)]
 
 
-def _keep(module: torch.nn.Module, axis: int, places: torch.Tensor, bias: bool = True) -> None:
+def _kept(parameter: torch.nn.Parameter, axis: int, places: Sequence[int]) -> torch.nn.Parameter:
+    places = torch.tensor(places, device=parameter.device)
+    return torch.nn.Parameter(parameter.index_select(axis, places).contiguous(), requires_grad=parameter.requires_grad)
+
+
+def _keep(module: torch.nn.Module, axis: int, places: Sequence[int], bias: bool = True) -> None:
     """Keep these rows (0) or columns (1) of a projection's weight, and of its bias where they are outputs."""
-    places = places.to(module.weight.device)
-    weight = module.weight.index_select(axis, places).contiguous()
-    module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    module.weight = _kept(module.weight, axis, places)
     if bias and getattr(module, "bias", None) is not None:
-        module.bias = torch.nn.Parameter(module.bias[places].clone(), requires_grad=False)
+        module.bias = _kept(module.bias, 0, places)
     if isinstance(module, Conv1D):
-        module.nx, module.nf = weight.shape
+        module.nx, module.nf = module.weight.shape
     else:
-        module.out_features, module.in_features = weight.shape
+        module.out_features, module.in_features = module.weight.shape
 
 
 def parameters(hf: PreTrainedModel) -> int:
@@ -202,10 +222,9 @@ def save(model, folder: str | Path, record: dict) -> Path:
         if folder.exists():
             folder.rmdir()
         os.replace(tmp, folder)
-    except OSError as e:
-        raise GeomlibError(
-            f"cannot write to {folder}: {e.strerror or e}; free some space or give another folder."
-        ) from e
+    except (OSError, SafetensorError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise GeomlibError(f"cannot write to {folder}: {why}; free some space or give another folder.") from e
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     return folder
@@ -244,6 +263,7 @@ def export(
         raise GeomlibError(f"retention = {retention:g} is not usable: give a share between 0 and 1, such as 0.8.")
     check_new(out)
     model = load_model(calibration.model, revision=calibration.revision, dtype=calibration.dtype)
+    _check(model.hf)
     windows = judged.take(model)
     names = ["taxonomy", "importance", *(["scan"] if order == "damage" else [])]
     tables = calibration.run(model=model, progress=progress, analyses=names)
@@ -265,7 +285,7 @@ def export(
     sizes = [parameters(m.hf) for m in (model, small)]
     record = {
         "model": {"name": model.name, "fingerprint": model.fingerprint, "note": model.note},
-        "order": chosen.name, "retention": retention, "unit": unit, "removed": [list(h) for h in gone],
+        "order": chosen.name, "retention": retention, "unit": unit,
         "calibration": {"documents": list(chosen.documents), "study": calibration.model_dump(mode="json")},
         "judged": {"documents": [w.document for w in windows], "study": judged.model_dump(mode="json")},
         "nll": {"before": before, "after": after, "targets": int(losses[0]["targets"].sum())},
@@ -273,17 +293,17 @@ def export(
     }  # fmt: skip
     folder = save(small, out, record)
     total = model.layers * model.query_heads
-    fate = (
-        "cut out, of the other heads the columns are zero"
+    yield (
+        f"{model.name}: {len(gone)} of {total} query heads removed (order {chosen.name}); {whole} of "
+        f"{model.layers * model.kv_heads} KV groups went whole."
+    )
+    yield (
+        "Whole groups are cut out; of single heads the columns are zero."
         if done
-        else "too, as zero columns: every layer keeps its shape"
+        else "Their columns are zero: every layer keeps its shape, and no time is saved."
     )
     yield (
-        f"{model.name}: {len(gone)} of {total} query heads removed (order {chosen.name}), {whole} of "
-        f"{model.layers * model.kv_heads} KV groups whole, {fate}."
-    )
-    yield (
-        f"NLL on {len(windows)} other documents: {before:.3f} -> {after:.3f} nats (damage {after / before - 1:.1%}), perplexity "
+        f"NLL on {len(windows)} other document{'s' * (len(windows) > 1)}: {before:.3f} -> {after:.3f} nats (damage {after / before - 1:.1%}), perplexity "
         f"{math.exp(before):.1f} -> {math.exp(after):.1f}."
     )
     yield (
@@ -306,17 +326,24 @@ def _seconds(hf: PreTrainedModel, window, repeats: int = 3) -> float:
     return sorted(times[1:])[repeats // 2]
 
 
-def load_cut(path: str, config, dtype, device) -> PreTrainedModel:
-    """The model of a folder whose layers differ in shape: made from its config, cut, and filled."""
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
+def load_cut(path: str, config, **kwargs) -> tuple[PreTrainedModel, dict]:
+    """What `from_pretrained` gives for a folder whose layers differ in shape: a model that is cut before it is filled.
 
-    hf = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
-    cut_heads(hf.eval(), {int(k): v for k, v in getattr(config, RECORD)["cut"].items()})
-    weights = {k: v for f in sorted(Path(path).glob("*.safetensors")) for k, v in load_file(f).items()}
-    missing, unknown = hf.load_state_dict(weights, strict=False)
-    hf.tie_weights()
-    shared = set(getattr(hf, "all_tied_weights_keys", None) or {})
-    if unknown or set(missing) - shared:
-        raise GeomlibError(f"{path} does not hold the weights that its config tells of: prune the model again.")
-    return hf.to(dtype if isinstance(dtype, torch.dtype) else None).to(device)
+    Raises:
+        GeomlibError: the weights are not those that the config tells of.
+    """
+    plain = AutoModelForCausalLM._model_mapping[type(config)]
+    record = getattr(config, RECORD)
+
+    def cut(self, config, *args, **kwargs):
+        plain.__init__(self, config, *args, **kwargs)
+        cut_heads(self, {int(layer): heads for layer, heads in record["cut"].items()}, record["projection"])
+
+    # transformers knows how a family's weights are named on disk by the module of its class
+    made = type(plain.__name__, (plain,), {"__init__": cut, "__module__": plain.__module__})
+    try:
+        hf, info = made.from_pretrained(path, **kwargs)
+    except (RuntimeError, IndexError, KeyError, TypeError, SafetensorError) as e:
+        raise GeomlibError(f"{path} does not hold the weights that its config tells of: prune the model again.") from e
+    hf.__class__ = plain
+    return hf, info

@@ -8,21 +8,23 @@ THEORY section 9.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers.pytorch_utils import Conv1D
 
 from geomlib import taxonomy
-from geomlib.attention import _hf, intervene, output_projections, short_input
+from geomlib.attention import _hf, intervene, output_projections, refuse_ragged
 from geomlib.errors import GeomlibError
+from geomlib.nll import input_ids, mean, nll, score
+from geomlib.resume import Recording, head_columns, resumes
+
+__all__ = [
+    "Order", "all_orders", "best", "by_score", "damages", "grouped", "guarded", "head_scan", "importance", "layers_of", "nll",
+    "random_order", "recomputed", "regime_orders", "retention_curve", "scores",
+]  # fmt: skip
 
 RETENTIONS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 RANDOM_SEEDS = 5
@@ -30,7 +32,6 @@ REGIME_ORDERS = tuple("-".join(order).lower() for order in itertools.permutation
 METRICS = ("magnitude", "contribution", "gradient", "entropy", "entropy-reversed", "damage")  # orders by one number
 MODERATE, AGGRESSIVE = (0.5, 0.9), (0.1, 0.4)  # from and to which retention, in claims C11 and C12
 OUTLIER = 3.5  # modified z-score from which Iglewicz and Hoaglin (1993) call a value an outlier
-_CHUNK = 2048  # of the vocabulary: logits of this many tokens at once stay in the processor's cache
 
 _HEAD = {
     "document": ("string", "id of the document the window was taken from"),
@@ -58,101 +59,7 @@ RETENTION_SCHEMA: dict[str, tuple[str, str]] = {
 }
 
 
-# --- negative log likelihood ------------------------------------------------------------------------------------------
-
-
-def nll(model, windows: Sequence, head_mask: torch.Tensor | None = None) -> pd.DataFrame:
-    """Mean NLL of each window's targets: every token but the first (BOS where there is one) once, given all before it.
-
-    Args:
-        windows: of one length, as `corpora.take_windows` gives them.
-        head_mask: as `intervene` takes it, (layer, query head).
-
-    Returns:
-        Columns document, nll (nats), targets. Perplexity of all of them: exp of the mean NLL weighted by targets.
-    """
-    hf = _hf(model)
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        if head_mask is not None:
-            stack.enter_context(intervene(model, head_mask=head_mask))
-        rows = [(w.document, _mean(_score(hf, _ids(hf, w))), len(w.input_ids) - 1) for w in windows]
-    return pd.DataFrame(rows, columns=["document", "nll", "targets"])
-
-
-def _ids(hf, window) -> torch.Tensor:
-    return torch.tensor([window.input_ids], device=hf.get_input_embeddings().weight.device)
-
-
-def _mean(scores: torch.Tensor) -> float:
-    value = float(scores.double().mean())
-    if not math.isfinite(value):
-        raise GeomlibError("the model gives NaN or infinite numbers: load it in float32 or check its weights.")
-    return value
-
-
-_plain: WeakKeyDictionary = WeakKeyDictionary()  # model -> whether `_vocabulary_nll` gives what its own logits give
-
-
-def _score(hf, ids: torch.Tensor) -> torch.Tensor:
-    """NLL of each target, (window, target), without ever keeping the logits of all tokens where the model allows it."""
-    if hf not in _plain:
-        short = short_input(hf)
-        with torch.no_grad():
-            own = _own_nll(hf, short)
-            _plain[hf] = torch.allclose(_vocabulary_nll(hf, short), own, atol=_NOISE[hf.dtype], rtol=_NOISE[hf.dtype])
-    return _vocabulary_nll(hf, ids) if _plain[hf] else _own_nll(hf, ids)
-
-
-def _own_nll(hf, ids):
-    logits = hf(input_ids=ids, use_cache=False).logits[:, :-1]
-    rows = [F.cross_entropy(x if x.dtype == torch.float64 else x.float(), t, reduction="none")
-            for x, t in zip(logits, ids[:, 1:].to(logits.device), strict=True)]  # fmt: skip
-    return torch.stack(rows)
-
-
-def _vocabulary_nll(hf, ids):
-    """From the last hidden states, a piece of the vocabulary at a time; final soft-capping is applied where the config has it."""
-    hidden = hf.base_model(input_ids=ids, use_cache=False)[0][:, :-1]
-    head = hf.get_output_embeddings()
-    weight, bias = head.weight, getattr(head, "bias", None)
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    hidden, targets = hidden.to(weight.device), ids[:, 1:].to(weight.device)
-    cap = getattr(hf.config.get_text_config(), "final_logit_softcapping", None)
-
-    def logits(rows, weight, bias):
-        x = F.linear(rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        return x if cap is None else torch.tanh(x / cap) * cap
-
-    def piece(rows, start):
-        part = slice(start, start + _CHUNK)
-        return logits(rows, weight[part], None if bias is None else bias[part]).logsumexp(-1)
-
-    def reduced(rows, start):  # where gradients are wanted, the pieces are computed again on the way back
-        return checkpoint(piece, rows, start, use_reentrant=False) if torch.is_grad_enabled() else piece(rows, start)
-
-    total = torch.stack([reduced(hidden, s) for s in range(0, len(weight), _CHUNK)]).logsumexp(0)
-    own = torch.linalg.vecdot(hidden.to(dtype), weight[targets].to(dtype))
-    own = own if bias is None else own + bias[targets].to(dtype)
-    return total - (own if cap is None else torch.tanh(own / cap) * cap)
-
-
 # --- what each head weighs --------------------------------------------------------------------------------------------
-
-
-def head_columns(projection: torch.nn.Module, heads: int) -> torch.Tensor:
-    """W_O of each query head, (query head, dim, hidden): z @ columns is what the head adds to the layer's output."""
-    weight = projection.weight
-    if isinstance(projection, Conv1D):  # stored transposed to Linear
-        columns = weight
-    elif isinstance(projection, torch.nn.Linear) and weight.is_floating_point():
-        columns = weight.T
-    else:  # packed weights: what the projection does to each basis vector
-        size = projection.in_features
-        basis = torch.eye(size, device=weight.device)
-        columns = projection(basis) - projection(torch.zeros(1, size, device=weight.device))
-    columns = columns if columns.dtype == torch.float64 else columns.float()
-    return columns.reshape(heads, -1, columns.shape[-1])
 
 
 def importance(model, windows: Sequence, progress: bool | Callable = False) -> pd.DataFrame:
@@ -162,6 +69,7 @@ def importance(model, windows: Sequence, progress: bool | Callable = False) -> p
     |g . z| of each query by itself.
     """
     hf = _hf(model)
+    refuse_ragged(hf)
     projections = [p for _, p in output_projections(model)]
     heads = hf.config.get_text_config().num_attention_heads
     parts = []
@@ -170,31 +78,31 @@ def importance(model, windows: Sequence, progress: bool | Callable = False) -> p
 
         def keep(projection, args, inputs=inputs):
             z = args[0] if args[0].requires_grad else args[0].detach().requires_grad_()
-            z.retain_grad()
             inputs[id(projection)] = z
             return (z, *args[1:])
 
         hooks = [p.register_forward_pre_hook(keep) for p in projections]
         try:
             with torch.enable_grad():
-                scores = _score(hf, _ids(hf, window))
-                scores.sum().backward()
+                losses = score(hf, input_ids(hf, window))
+                entered = [inputs[id(p)] for p in projections]
+                pulls = torch.autograd.grad(losses.sum(), entered)  # nothing is left on the parameters
         finally:
             for hook in hooks:
                 hook.remove()
-        _mean(scores.detach())
-        for layer, projection in enumerate(projections):
-            z = inputs.pop(id(projection))
-            pull, z = (x.flatten(0, -2).unflatten(-1, (heads, -1)) for x in (z.grad, z.detach()))  # (query, head, dim)
+        mean(losses.detach())
+        for layer, (projection, pull, z) in enumerate(zip(projections, pulls, entered, strict=True)):
+            pull, z = (x.detach().flatten(0, -2).unflatten(-1, (heads, -1)) for x in (pull, z))  # (query, head, dim)
             columns = head_columns(projection, heads)
-            sizes = torch.einsum("qhd,hdo->hqo", z[1:].to(columns), columns).norm(dim=-1).double().mean(1)
+            written = z[1:].to(columns)
+            sizes = torch.stack([(written[:, h] @ columns[h]).norm(dim=-1).double().mean() for h in range(heads)])
             taylor = torch.linalg.vecdot(pull.double(), z.double()).abs().mean(0)
             values = [columns.double().flatten(1).norm(dim=1), sizes, taylor]
             parts.append(
                 pd.DataFrame(
                     {"document": window.document, "layer": layer, "head": range(heads)}
                     | {
-                        n: v.cpu().numpy()
+                        n: v.detach().cpu().numpy()
                         for n, v in zip(("magnitude", "contribution", "gradient"), values, strict=True)
                     }
                 )
@@ -229,141 +137,33 @@ def head_scan(
         progress: show a bar, or be called with the share of the work that is done after each head.
     """
     hf = _hf(model)
+    refuse_ragged(hf)
     config = hf.config.get_text_config()
     every = list(itertools.product(range(config.num_hidden_layers), range(config.num_attention_heads)))
     heads = every if heads is None else [(int(layer), int(head)) for layer, head in heads]
     if not heads or not set(heads) <= set(every):
         raise GeomlibError(f"the model has {len(every)} query heads, from (0, 0) to {every[-1]}: give pairs of these.")
     mask = torch.ones(config.num_hidden_layers, config.num_attention_heads)
-    resumed = _resumes(hf)
+    resumed = resumes(hf)
     rows = []
     work = [(w, *h) for w in windows for h in sorted(heads)]
     recording = window_of = None
     with torch.no_grad():
         for window, layer, head in _bar(work, progress):
             if window is not window_of:
-                window_of, ids = window, _ids(hf, window)
-                recording = _Recording(hf, ids) if resumed else None
-                full = _mean(recording.scores if resumed else _score(hf, ids))
+                window_of, ids = window, input_ids(hf, window)
+                recording = Recording(hf, ids) if resumed else None
+                full = mean(recording.scores if resumed else score(hf, ids))
             if resumed:
-                scores = recording.without(layer, head)
+                losses = recording.without(layer, head)
             else:
                 mask[layer, head] = 0
                 with intervene(model, head_mask=mask):
-                    scores = _score(hf, ids)
+                    losses = score(hf, ids)
                 mask[layer, head] = 1
-            rows.append((window.document, layer, head, _mean(scores), full, ids.shape[1] - 1))
+            rows.append((window.document, layer, head, mean(losses), full, ids.shape[1] - 1))
     table = pd.DataFrame(rows, columns=list(SCAN_SCHEMA))
     return table.astype({c: t for c, (t, _) in SCAN_SCHEMA.items() if t != "string"})
-
-
-class _Recording:
-    """One input's pass through the whole model, kept so that it can be resumed at any layer: the output of each layer, of
-    each layer's attention, and what enters each output projection."""
-
-    def __init__(self, hf, ids: torch.Tensor):
-        self.hf, self.ids = hf, ids
-        self.attention, self.projections = zip(*output_projections(hf), strict=True)
-        self.layers = _decoder_layers(hf, self.attention)
-        self.heads = hf.config.get_text_config().num_attention_heads
-        self.outputs, self.attended, self.entered = {}, {}, {}
-
-        def keeping(kept, i):
-            return lambda module, args, output: kept.__setitem__(i, output)
-
-        def entering(i):
-            return lambda module, args: self.entered.__setitem__(i, args[0])
-
-        hooks = []
-        for i in range(len(self.layers)):
-            hooks.append(self.layers[i].register_forward_hook(keeping(self.outputs, i)))
-            hooks.append(self.attention[i].register_forward_hook(keeping(self.attended, i)))
-            hooks.append(self.projections[i].register_forward_pre_hook(entering(i)))
-        try:
-            self.scores = _score(hf, ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def resumed(self, layer: int, head: int):
-        """Context in which the model's forward pass on the same input gives what it gives without one head."""
-        z = self.entered[layer].unflatten(-1, (self.heads, -1))[..., head, :]
-        columns = head_columns(self.projections[layer], self.heads)[head]
-        output = self.attended[layer]
-        attended = output[0] if isinstance(output, tuple) else output
-        less = attended - (z.to(columns) @ columns).to(attended)
-        answers = [(self.layers[i], self.outputs[i]) for i in range(layer)]
-        answers.append((self.attention[layer], (less, *output[1:]) if isinstance(output, tuple) else less))
-        return _answering(answers)
-
-    def without(self, layer: int, head: int) -> torch.Tensor:
-        """NLL of each target without one head."""
-        with self.resumed(layer, head):
-            return _score(self.hf, self.ids)
-
-
-@contextmanager
-def _answering(answers: Sequence[tuple[torch.nn.Module, object]]):
-    """Inside, these modules compute nothing and return what is given for them."""
-    before = [(module, module.__dict__.get("forward")) for module, _ in answers]
-    try:
-        for module, answer in answers:
-            module.forward = lambda *args, answer=answer, **kwargs: answer
-        yield
-    finally:
-        for module, forward in before:
-            if forward is None:
-                del module.forward  # the class's own again
-            else:
-                module.forward = forward
-
-
-def _decoder_layers(hf, attention: Sequence[torch.nn.Module]) -> torch.nn.ModuleList | None:
-    for module in hf.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == len(attention):
-            inside = zip(module, attention, strict=True)
-            if all(any(x is a for x in layer.modules()) for layer, a in inside):
-                return module
-    return None
-
-
-# What two ways of computing the same may differ by, of the numbers' own size.
-_NOISE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-_resumable: WeakKeyDictionary = WeakKeyDictionary()
-
-
-@torch.no_grad()
-def _resumes(hf) -> bool:
-    """Whether a resumed pass gives the hidden states of an ablated one, at every layer (a layer that hands something to later
-    ones on the side, as shared keys and values, would not)."""
-    if hf in _resumable:
-        return _resumable[hf]
-    _resumable[hf] = False
-    attention = [a for a, _ in output_projections(hf)]
-    if _decoder_layers(hf, attention) is None:
-        return False
-    ids = short_input(hf)
-    recording = _Recording(hf, ids)
-
-    def hidden():
-        return hf.base_model(input_ids=ids, use_cache=False)[0]
-
-    full = hidden()
-    for layer in range(len(attention)):
-        head = layer % recording.heads
-        mask = torch.ones(len(attention), recording.heads)
-        mask[layer, head] = 0
-        with intervene(hf, head_mask=mask):
-            ablated = hidden()
-        try:
-            with recording.resumed(layer, head):
-                off = (hidden() - ablated).norm()
-        except (RuntimeError, TypeError, KeyError, AttributeError, ValueError):
-            return False
-        if not off <= 0.01 * (ablated - full).norm() + _NOISE[hf.dtype] * full.norm():
-            return False
-    _resumable[hf] = True
-    return True
 
 
 def damages(scan: pd.DataFrame) -> pd.DataFrame:
@@ -493,6 +293,18 @@ def guarded(order: Order, critical: Sequence[tuple[int, int]]) -> Order:
     return replace(order, name=f"{order.name}, guarded", heads=tuple(heads))
 
 
+def layers_of(order: Order, seed: int) -> Order:
+    """A control: at each step a head goes from the same layer as in the order, but a random one. What does as well as the order
+    knows all that the order knew about heads: their layers."""
+    rng = np.random.default_rng(seed)
+    layers = [layer for layer, _ in order.heads]
+    left = {x: iter(rng.permutation([h for at, h in order.heads if at == x]).tolist()) for x in sorted(set(layers))}
+    if order.group > 1:
+        raise GeomlibError("the layers of an order are those of query heads: take them before grouping it.")
+    heads = tuple((layer, next(left[layer])) for layer in layers)
+    return replace(order, name=f"layers of {order.name} {seed}", heads=heads)
+
+
 def grouped(order: Order, group: int) -> Order:
     """The order of whole KV groups (`group` query heads that share a KV head): by the mean place of their heads."""
     places: dict[tuple[int, int], list[int]] = {}
@@ -530,17 +342,17 @@ def retention_curve(
     work = [(w, o, q) for w in windows for o in orders for q in sorted({1.0, *retentions}, reverse=True)]
     with torch.no_grad():
         for window, order, retention in _bar(work, progress):
-            ids = _ids(hf, window)
+            ids = input_ids(hf, window)
             place = (window.document, window.start)
             if place not in full:
-                full[place] = _mean(_score(hf, ids))
+                full[place] = mean(score(hf, ids))
             removed = order.removed(retention)
-            score = full[place]
+            value = full[place]
             if removed:
                 with intervene(model, head_mask=order.mask(retention)):
-                    score = _mean(_score(hf, ids))
+                    value = mean(score(hf, ids))
             kept = len(order.heads) - len(removed)
-            rows.append((window.document, order.name, retention, kept, score, full[place], ids.shape[1] - 1))
+            rows.append((window.document, order.name, retention, kept, value, full[place], ids.shape[1] - 1))
     table = pd.DataFrame(rows, columns=list(RETENTION_SCHEMA))
     return table.astype({c: t for c, (t, _) in RETENTION_SCHEMA.items() if t != "string"})
 
@@ -554,6 +366,7 @@ def best(curves: pd.DataFrame, names: Sequence[str], span: tuple[float, float]) 
     part = part[inside] if inside.any() else part
     if part.empty:
         raise GeomlibError(f"the curves have none of the orders {', '.join(names)}: give some that were measured.")
+    part = part.assign(nll=part["nll"] * part["targets"], full_nll=part["full_nll"] * part["targets"])
     sums = part.groupby(["order", "retention"])[["nll", "full_nll"]].sum()
     return (sums["nll"] / sums["full_nll"]).groupby("order").mean().idxmin()
 

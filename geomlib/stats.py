@@ -165,7 +165,8 @@ def damage_curves(curves: pd.DataFrame, replicates: int = REPLICATES, seed: int 
     """Damage, NLL(sparsified) / NLL(full) - 1 over the targets of all documents, with its document-bootstrap interval.
 
     Args:
-        curves: a "retention" table. Orders called "random 0", "random 1" ... are taken together, as "random": means over them.
+        curves: a "retention" table. Orders whose names differ in a last number ("random 0", "random 1") are taken together, as
+            "random": means over them.
 
     Returns:
         Columns order, retention, heads, damage, low, high (NaN for a single document), perplexity, documents.
@@ -200,10 +201,10 @@ def damage_difference(
 def _losses(curves: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray, np.ndarray, pd.Series]:
     """Summed NLL, documents as rows and (order, retention) as columns; that of the whole model, (document, 1); targets of each
     document; heads left for each (order, retention)."""
-    table = curves.assign(order=curves["order"].str.replace(r"^random \d+", "random", regex=True))
+    table = curves.assign(order=curves["order"].str.replace(r" \d+$", "", regex=True))
     table["sum"] = table["nll"] * table["targets"]
     sums = table.pivot_table(index="document", columns=["order", "retention"], values="sum", sort=True)
-    if sums.isna().any(axis=None):
+    if len(table) != curves["document"].nunique() * len(curves[["order", "retention"]].drop_duplicates()):
         raise GeomlibError("not every document has every order and retention: give one study's table.")
     each = table.groupby("document").first()
     full = (each["full_nll"] * each["targets"]).to_numpy()[:, None]

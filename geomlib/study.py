@@ -88,19 +88,19 @@ ANALYSES = {
     ),
     "importance": _Analysis(
         sparsify.IMPORTANCE_SCHEMA,
-        ("sparsify", "taxonomy"),
+        ("nll", "resume", "sparsify", "taxonomy"),
         None,
         passes=lambda m, w, p, _: sparsify.importance(m, w, p),
     ),
     "scan": _Analysis(
         sparsify.SCAN_SCHEMA,
-        ("sparsify", "taxonomy"),
+        ("nll", "resume", "sparsify", "taxonomy"),
         None,
         passes=lambda m, w, p, _: sparsify.head_scan(m, w, progress=p),
     ),
     "retention": _Analysis(
         sparsify.RETENTION_SCHEMA,
-        ("sparsify", "taxonomy"),
+        ("nll", "resume", "sparsify", "taxonomy"),
         None,
         passes=lambda m, w, p, asked: sparsify.retention_curve(m, w, *asked, progress=p, in_sample=True),
     ),
@@ -207,10 +207,9 @@ class Study(BaseModel):
             return tables[analyses] if isinstance(analyses, str) else tables
         folder = Path(out) if out is not None else results_root() / record["key"]
         _claim(folder, record)
-        todo = []
+        todo, stamps = [], {n: _stamp(n, record["key"], marks[n]) for n in names}
         for i, window in enumerate(windows):
-            stamps = {n: _stamp(n, record["key"], marks[n]) for n in names}
-            missing = [n for n in names if _read(folder / n / _file(i, window), stamps[n]) is None]
+            missing = [n for n in names if _read(_place(folder, n, marks[n]) / _file(i, window), stamps[n]) is None]
             if missing:
                 todo.append((_file(i, window), window, missing))
         units = sum(_units(missing) for _, _, missing in todo)
@@ -225,7 +224,7 @@ class Study(BaseModel):
                     if table.empty:
                         empty.append(name)
                     else:
-                        _write(table, folder / name / file, name, stamps[name])
+                        _write(table, _place(folder, name, marks[name]) / file, name, stamps[name])
                 for name in empty:  # after what there is has been kept
                     raise GeomlibError(ANALYSES[name].empty.format(model=model.name, sizes=self.sizes))
         tables = {name: load_table(folder, name, marks[name]) for name in names}
@@ -335,7 +334,16 @@ def load_table(
     folder = Path(folder)
     if not (folder / "study.json").is_file():
         raise GeomlibError(f"{folder} holds no study (no study.json): give the folder that a run wrote.")
-    files = sorted((folder / analysis).glob("*.parquet"))
+    if mark is None:
+        found = sorted(folder.glob(f"{analysis}-*"))
+        if len(found) > 1:
+            raise GeomlibError(
+                f"{folder} holds {analysis} of {len(found)} sets of orders: run the study with those you want."
+            )
+        place = found[0] if found else folder / analysis
+    else:
+        place = _place(folder, analysis, mark)
+    files = sorted(place.glob("*.parquet"))
     if not files:
         raise GeomlibError(
             f"{folder} holds no finished window of {analysis} yet: run the study with analyses={analysis!r}, it continues."
@@ -431,6 +439,11 @@ def _mark(asked: tuple) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
+def _place(folder: Path, analysis: str, mark: str) -> Path:
+    """Where a table's files are: what was asked for with other orders has a folder of its own."""
+    return folder / (f"{analysis}-{mark[:8]}" if mark else analysis)
+
+
 def _units(names: Sequence[str]) -> int:
     """Turns of the bar that these analyses of one window take, in passes through all layers."""
     return any(ANALYSES[n].passes is None for n in names) + sum(ANALYSES[n].passes is not None for n in names)
@@ -464,7 +477,7 @@ def _published(record: dict, marks: dict[str, str]) -> Path | None:
             if any(there.get(k) != record[k] for k in same):
                 continue
             for name, mark in marks.items():
-                stamps = [_stamp_of(f) for f in sorted((path.parent / name).glob("*.parquet"))]
+                stamps = [_stamp_of(f) for f in sorted(_place(path.parent, name, mark).glob("*.parquet"))]
                 if [s and s.split(" ")[::2] for s in stamps] != [[there["key"], mark]] * len(record["windows"]):
                     break
             else:

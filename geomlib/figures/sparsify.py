@@ -12,11 +12,23 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from geomlib.figures.taxonomy import COLORS as REGIME_COLORS
 from geomlib.figures.taxonomy import MARKERS as REGIME_MARKERS
+from geomlib.sparsify import METRICS
 from geomlib.stats import damage_curves
 from geomlib.taxonomy import REGIMES
 
 _MARKERS, _STYLES = "os^Dv<>P*X", ("-", "--", "-.", ":")
+_PALETTE = [sns.color_palette("colorblind")[i] for i in (0, 1, 2, 3, 4, 9, 5, 7)]
 _LINEAR = 0.05  # damage up to which the axis is linear; logarithmic beyond
+
+
+def _look(name: str, names: Sequence[str]) -> dict:
+    """Colour and marker of an order: a score of single heads has the same in every figure, an order and its guarded form too."""
+    if name == "random":
+        return {"color": "0.35", "marker": "o"}
+    plain = list(dict.fromkeys(n.split(", ")[0] for n in names if n != "random"))
+    name = name.split(", ")[0]
+    place = METRICS.index(name) if set(plain) <= set(METRICS) else plain.index(name)
+    return {"color": _PALETTE[place % len(_PALETTE)], "marker": _MARKERS[place % len(_MARKERS)]}
 
 
 def retention_curves(curves: pd.DataFrame, panels: dict[str, Sequence[str]]) -> Figure:
@@ -27,45 +39,48 @@ def retention_curves(curves: pd.DataFrame, panels: dict[str, Sequence[str]]) -> 
     for axes, (title, names) in zip(all_axes[0], panels.items(), strict=True):
         for i, name in enumerate(names):
             rows = found[(found["order"] == name) & (found["retention"] < 1)].sort_values("retention")
-            color = "0.35" if name == "random" else sns.color_palette("colorblind")[i % 10]
+            look = _look(name, names)
             line = ":" if name == "random" else _STYLES[i % 3]
-            axes.plot(
-                rows["retention"], rows["damage"], line, color=color, marker=_MARKERS[i % 10], markersize=4, label=name
-            )
+            if any(", " in n for n in names):
+                line = "-" if ", " in name else "--"
+            axes.plot(rows["retention"], rows["damage"], linestyle=line, markersize=4, label=name, **look)
             if rows["low"].notna().all():
-                axes.fill_between(rows["retention"], rows["low"], rows["high"], color=color, alpha=0.18, linewidth=0)
+                axes.fill_between(
+                    rows["retention"], rows["low"], rows["high"], color=look["color"], alpha=0.18, linewidth=0
+                )
         axes.set(title=title, xlabel="heads that stay")
         axes.invert_xaxis()
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.legend(loc="upper left", fontsize="small")
-        _damage_axis(axes.yaxis, axes.set_yscale)
+        axes.legend(loc="lower right", fontsize="small")
+        _damage_axis(axes, min(-0.01, found["low"].min(), found["damage"].min()))
     all_axes[0][0].set_ylabel("damage: NLL over that of the whole model, less 1")
     return figure
 
 
-def _damage_axis(axis, scale) -> None:
-    scale("symlog", linthresh=_LINEAR, linscale=0.5)
-    low, high = axis.get_view_interval()
-    ticks = [t for t in (-1, -0.3, -0.1, 0, 0.1, 0.3, 1, 3, 10, 30) if low <= t <= high]
-    axis.set_ticks(ticks)
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
-    axis.set_minor_locator(plt.NullLocator())
+def _damage_axis(axes, lowest: float | None = None) -> None:
+    axes.set_yscale("symlog", linthresh=_LINEAR, linscale=0.5)
+    if lowest is not None:
+        axes.set_ylim(bottom=1.1 * lowest)
+    low, high = axes.get_ylim()
+    axes.set_yticks([t for t in (-3, -1, -0.3, -0.1, 0, 0.1, 0.3, 1, 3, 10, 30) if low <= t <= high])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
+    axes.yaxis.set_minor_locator(plt.NullLocator())
 
 
 def damage_gaps(gaps: dict[str, pd.DataFrame], order: str) -> Figure:
     """Damage of an order less that of others, with paired intervals: name of the other -> `stats.damage_difference`."""
-    figure, axes = plt.subplots(figsize=(7.4, 3.8))
+    figure, axes = plt.subplots(figsize=(9.4, 4.2))
     for i, (name, rows) in enumerate(gaps.items()):
-        color = sns.color_palette("colorblind")[i % 10]
-        place = rows["retention"] + 0.008 * (i - (len(gaps) - 1) / 2)
+        look = _look(name, list(gaps))
+        place = rows["retention"] - 0.009 * (i - (len(gaps) - 1) / 2)
         bars = np.nan_to_num([rows["mean"] - rows["low"], rows["high"] - rows["mean"]]).clip(min=0)
-        axes.errorbar(place, rows["mean"], bars, fmt=_MARKERS[i % 10], color=color, capsize=2, markersize=4, label=name)
+        axes.errorbar(place, rows["mean"], bars, linestyle="none", capsize=2, markersize=4, label=name, **look)
     axes.axhline(0, color="0.3", linewidth=1)
     axes.set(xlabel="heads that stay", ylabel="difference in damage")
     axes.set_title(f"{order}: below 0 it does less damage than")
     axes.invert_xaxis()
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    _damage_axis(axes.yaxis, axes.set_yscale)
+    _damage_axis(axes)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
@@ -95,6 +110,7 @@ def damage_map(tables: dict[str, pd.DataFrame]) -> Figure:
         bar.set_ticks(ticks if len(grid) > 6 else ticks[:: max(1, len(ticks) // 4)])
         bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
         bar.ax.minorticks_off()
+        bar.set_label("damage")
     return figure
 
 
@@ -113,13 +129,10 @@ def damage_sorted(heads: pd.DataFrame, names: int = 6) -> Figure:
         right.scatter(turn + jitter, part["damage"], alpha=0.7, **style)
         if len(part):
             right.hlines(part["damage"].mean(), turn - 0.35, turn + 0.35, color="black", linewidth=1.5)
-    place = 0.0
     for row in heads.head(names).itertuples():
-        place = max(place + 0.05 * len(heads), row.Index + 1 + 0.03 * len(heads))
-        at = (row.Index + 1, row.damage)
         left.annotate(
-            f"layer {row.layer}, head {row.head}", at, (place, row.damage), fontsize=8, va="center",
-            arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.6},
+            f"layer {row.layer}, head {row.head}", (row.Index + 1, row.damage), (0.14, 0.97 - 0.055 * row.Index),
+            textcoords="axes fraction", fontsize=8, va="center", bbox={"fc": "white", "ec": "none", "pad": 0.4}, arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.6},
         )  # fmt: skip
     left.set(xlabel="query heads, by damage", ylabel="damage of the head alone")
     left.legend(loc="upper right")
