@@ -126,9 +126,10 @@ test: lint unit nbval papermill strict-html
 lint: .make/environment
 	$(BIN)/ruff check .
 
-# The slow tests too.
+# The slow tests too; a process a core, each with one thread.
 unit: .make/fetch
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest -n $(CORES) --dist worksteal $(PYTEST_ARGS)
 
 # Every committed output against a fresh kernel and studies measured anew. The one place that names nbval's options.
 nbval: .make/fetch

@@ -66,7 +66,7 @@ def test_measuring_quietly(given, tmp_path):
     assert len(files(tmp_path / "out")) == 2 and not leftovers(tmp_path / "out")
     assert record(tmp_path / "out")["study"] | {"model": ""} == {
         "model": "", "revision": None, "corpus": None, "text": "texts.jsonl", "detokenise": False, "windows": 2,
-        "length": 24, "seed": 3, "dtype": None, "queries": "all", "sizes": [1, 2, 4],
+        "skip": 0, "length": 24, "seed": 3, "dtype": None, "queries": "all", "sizes": [1, 2, 4],
         "rankings": ["attention", "contribution"], "distances": ["cosine"], "controls": ["random", "magnitude"],
         "random_rankings": 2, "bins": 3,
     }  # fmt: skip

@@ -236,7 +236,7 @@ TAMPERING = {
 def test_a_tampered_table_is_never_written(fields, model, tmp_path, tamper, monkeypatch):
     measure = Study._measure
     check_table(Study(**fields).run(tmp_path / "good", model))
-    monkeypatch.setattr(Study, "_measure", lambda *a: {n: tamper(t) for n, t in measure(*a).items()})
+    monkeypatch.setattr(Study, "_measure", lambda *a: ((n, tamper(t)) for n, t in measure(*a)))
     with pytest.raises(GeomlibError, match="the table (does not fit the schema|holds)"):
         Study(**fields).run(tmp_path / "bad", model)
     assert not files(tmp_path / "bad") and not leftovers(tmp_path / "bad")
@@ -266,7 +266,7 @@ def test_study_json_names_every_version_and_hash(fields, model, tmp_path, place)
     found = record(tmp_path)
     assert found["study"] == fields | {
         "text": "texts.jsonl", "corpus": None, "revision": None, "detokenise": False, "seed": 0, "dtype": None,
-        "queries": "all", "rankings": ["attention"], "controls": ["random", "magnitude"],
+        "skip": 0, "queries": "all", "rankings": ["attention"], "controls": ["random", "magnitude"],
         "sizes": [1, 2, 4, 8], "distances": ["euclidean", "cosine"],
     }  # fmt: skip
     weights = found["model"]["sha256"]["model.safetensors"]
@@ -302,7 +302,7 @@ def test_whatever_decides_a_number_changes_the_key(fields, model, tmp_path, plac
     keys = [
         key(), key(seed=1), key(length=23), key(windows=2), key(queries="last"), key(sizes=(2, 4)),
         key(rankings=("contribution",)), key(distances=("cosine",)), key(controls=("random",)), key(random_rankings=3),
-        key(bins=2), key(text=str(place / "other.jsonl")),
+        key(bins=2), key(skip=1), key(text=str(place / "other.jsonl")),
         key(load_model(str(other), device="cpu"), model=str(other)),
         key(load_model(str(place / "model"), device="cpu", dtype="float64"), dtype="float64"),
     ]  # fmt: skip
@@ -341,7 +341,8 @@ def test_results_of_other_code_are_another_study():
                 todo.append(node.module.split(".")[1])
     assert not any(set(a.code) & set(S._CODE) for a in ANALYSES.values())
     named = set(S._CODE).union(*(a.code for a in ANALYSES.values()))
-    assert named == seen - {"errors", "fetch"}  # files that are fetched are checked by their own hashes
+    # Files that are fetched, and pruned models, are known by the hashes of their files.
+    assert named == seen - {"errors", "fetch", "pruning"}
 
 
 def test_results_go_to_the_folder_of_the_key(fields, model, tmp_path, monkeypatch):

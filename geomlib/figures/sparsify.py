@@ -91,9 +91,9 @@ def damage_map(tables: dict[str, pd.DataFrame]) -> Figure:
     heights, widest = [g.shape[0] for g in grids.values()], max(g.shape[1] for g in grids.values())
     size = (0.29 * widest + 3.2, 0.29 * sum(heights) + 1.2 * len(grids))
     figure, panels = plt.subplots(len(grids), 1, figsize=size, height_ratios=heights, squeeze=False)
+    most = max(max(float(np.nanmax(np.abs(g.to_numpy()))) for g in grids.values()), 1e-6)
+    norm = SymLogNorm(linthresh=min(0.003, most), vmin=-most, vmax=most)
     for axes, (title, grid) in zip(panels[:, 0], grids.items(), strict=True):
-        most = max(float(np.nanmax(np.abs(grid.to_numpy()))), 1e-6)
-        norm = SymLogNorm(linthresh=min(0.003, most), vmin=-most, vmax=most)
         mesh = axes.pcolormesh(
             np.arange(grid.shape[1] + 1) - 0.5, np.arange(grid.shape[0] + 1) - 0.5, grid, cmap="PuOr_r", norm=norm,
             edgecolors="white", linewidth=0.5,
@@ -105,12 +105,11 @@ def damage_map(tables: dict[str, pd.DataFrame]) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(False)
-        bar = figure.colorbar(mesh, ax=axes, shrink=0.9, pad=0.01)
-        ticks = [t for t in (-1, -0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 0.3, 1, 3) if abs(t) <= most]
-        bar.set_ticks(ticks if len(grid) > 6 else ticks[:: max(1, len(ticks) // 4)])
-        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
-        bar.ax.minorticks_off()
-        bar.set_label("damage")
+    bar = figure.colorbar(mesh, ax=list(panels[:, 0]), shrink=0.9, pad=0.01)
+    bar.set_ticks([t for t in (-1, -0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 0.3, 1, 3) if abs(t) <= most])
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
+    bar.ax.minorticks_off()
+    bar.set_label("damage")
     return figure
 
 
