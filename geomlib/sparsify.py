@@ -207,7 +207,7 @@ class Order:
         if not 0 <= retention <= 1:
             raise GeomlibError(f"retention = {retention!r} is not usable: give a share from 0 to 1, such as 0.8.")
         units = len(self.heads) // self.group
-        kept = math.ceil(round(retention * units, 9))  # 0.9 * 270 is a little over 243 in floating point
+        kept = math.ceil(round(retention * units, 9))  # 0.55 * 100 is a little over 55 in floating point
         return self.heads[: (units - kept) * self.group]
 
     def mask(self, retention: float) -> torch.Tensor:

@@ -31,9 +31,9 @@ def _look(name: str, names: Sequence[str]) -> dict:
     return {"color": _PALETTE[place % len(_PALETTE)], "marker": _MARKERS[place % len(_MARKERS)]}
 
 
-def retention_curves(curves: pd.DataFrame, panels: dict[str, Sequence[str]]) -> Figure:
+def retention_curves(curves: pd.DataFrame, panels: dict[str, Sequence[str]], chance: float | None = None) -> Figure:
     """Damage against the share of heads that stays, with document-bootstrap bands: a panel for each group of orders (title ->
-    names, "random" for the mean of the random ones); of a "retention" table."""
+    names, "random" for the mean of the random ones); of a "retention" table. `chance`: damage of guessing, a line."""
     found = damage_curves(curves)
     figure, all_axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels) + 0.4, 5), sharey=True, squeeze=False)
     for axes, (title, names) in zip(all_axes[0], panels.items(), strict=True):
@@ -49,6 +49,8 @@ def retention_curves(curves: pd.DataFrame, panels: dict[str, Sequence[str]]) -> 
                     rows["retention"], rows["low"], rows["high"], color=look["color"], alpha=0.18, linewidth=0
                 )
         axes.set(title=title, xlabel="heads that stay")
+        if chance is not None:
+            axes.axhline(chance, color="0.3", linewidth=1, linestyle="--", label="guessing every token alike", zorder=1)
         axes.invert_xaxis()
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.legend(loc="lower right", fontsize="small")
@@ -70,16 +72,17 @@ def _damage_axis(axes, lowest: float | None = None) -> None:
 def damage_gaps(gaps: dict[str, pd.DataFrame], order: str) -> Figure:
     """Damage of an order less that of others, with paired intervals: name of the other -> `stats.damage_difference`."""
     figure, axes = plt.subplots(figsize=(9.4, 4.2))
+    shares = sorted({q for rows in gaps.values() for q in rows["retention"]}, reverse=True)
     for i, (name, rows) in enumerate(gaps.items()):
         look = _look(name, list(gaps))
-        place = rows["retention"] - 0.009 * (i - (len(gaps) - 1) / 2)
+        place = rows["retention"].map(shares.index) + 0.09 * (i - (len(gaps) - 1) / 2)
         bars = np.nan_to_num([rows["mean"] - rows["low"], rows["high"] - rows["mean"]]).clip(min=0)
         axes.errorbar(place, rows["mean"], bars, linestyle="none", capsize=2, markersize=4, label=name, **look)
     axes.axhline(0, color="0.3", linewidth=1)
     axes.set(xlabel="heads that stay", ylabel="difference in damage")
-    axes.set_title(f"{order}: below 0 it does less damage than")
-    axes.invert_xaxis()
-    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set_title(f"damage of {order} less that of ... (below 0: it does less)")
+    axes.set_xticks(range(len(shares)), [f"{q:.0%}" for q in shares])
+    axes.grid(axis="x", visible=False)
     _damage_axis(axes)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
@@ -91,7 +94,7 @@ def damage_map(tables: dict[str, pd.DataFrame]) -> Figure:
     heights, widest = [g.shape[0] for g in grids.values()], max(g.shape[1] for g in grids.values())
     size = (0.29 * widest + 3.2, 0.29 * sum(heights) + 1.2 * len(grids))
     figure, panels = plt.subplots(len(grids), 1, figsize=size, height_ratios=heights, squeeze=False)
-    most = max(max(float(np.nanmax(np.abs(g.to_numpy()))) for g in grids.values()), 1e-6)
+    most = 1.05 * max(max(float(np.nanmax(np.abs(g.to_numpy()))) for g in grids.values()), 1e-6)
     norm = SymLogNorm(linthresh=min(0.003, most), vmin=-most, vmax=most)
     for axes, (title, grid) in zip(panels[:, 0], grids.items(), strict=True):
         mesh = axes.pcolormesh(
@@ -105,7 +108,7 @@ def damage_map(tables: dict[str, pd.DataFrame]) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(False)
-    bar = figure.colorbar(mesh, ax=list(panels[:, 0]), shrink=0.9, pad=0.01)
+    bar = figure.colorbar(mesh, ax=list(panels[:, 0]), shrink=0.9, pad=0.01, panchor=False)
     bar.set_ticks([t for t in (-1, -0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 0.3, 1, 3) if abs(t) <= most])
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
     bar.ax.minorticks_off()
@@ -113,7 +116,7 @@ def damage_map(tables: dict[str, pd.DataFrame]) -> Figure:
     return figure
 
 
-def damage_sorted(heads: pd.DataFrame, names: int = 6) -> Figure:
+def damage_sorted(heads: pd.DataFrame, names: int = 4) -> Figure:
     """Damage of each head alone, the largest first and named, with intervals; and by regime, with the regime's mean (line); of
     `claims.critical`."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4.2), width_ratios=(1.7, 1), sharey=True)
