@@ -155,7 +155,7 @@ strict-html:
 
 # --- upkeep -----------------------------------------------------------------------------------------------------------
 
-# The tables of the sparsification chapter that come with the book, measured anew: an hour on two cores.
+# The tables of the sparsification chapter that come with the book, measured anew: hundreds of passes per document.
 studies: .make/fetch
 	rm -rf book/studies
 	GEOMLIB_RESULTS=$(CURDIR)/book/studies $(BIN)/geomlib notebooks 05

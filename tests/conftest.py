@@ -9,7 +9,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from geomlib.attention import Block, observe
+from geomlib.attention import _joined as whole
 
 LAYERS = 3
 HEADS = 4
@@ -196,20 +197,6 @@ def collected(model, ids: torch.Tensor) -> list[Block]:
     with torch.no_grad(), observe(model, lambda block: parts[block.layer].append(block)):
         model(ids)
     return [whole(blocks) for _, blocks in sorted(parts.items())]
-
-
-def whole(blocks: list[Block]) -> Block:
-    """The blocks of one layer as one."""
-    masses = [b.learned_sink_mass for b in blocks]
-    return replace(
-        blocks[0],
-        queries=torch.cat([b.queries for b in blocks]),
-        weights=torch.cat([b.weights for b in blocks], dim=1),
-        visible=torch.cat([b.visible for b in blocks]),
-        learned_sink_mass=None if masses[0] is None else torch.cat(masses, dim=1),
-        outputs=torch.cat([b.outputs for b in blocks], dim=1),
-        shared={},
-    )
 
 
 REAL_LENGTH = 96
