@@ -1,7 +1,7 @@
 # The two commands of the README:
 #   make book   environment, default model and texts, stale notebooks, HTML: all that a reader needs
 #   make test   all that CI checks
-# Single steps: make environment | fetch | notebooks | studies | html | lint | unit | nbval | papermill | environment.yml | clean
+# Single steps: make environment | fetch | notebooks | studies | runs | html | lint | unit | nbval | papermill | environment.yml | clean
 # Variables: PYTHON (which python3 makes .venv), PIP_ARGS (more arguments for pip), PYTEST_ARGS, GEOMLIB_CACHE.
 
 SHELL := /bin/bash
@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := book
-.PHONY: book test environment fetch notebooks html strict-html lint unit nbval papermill studies clean FORCE
+.PHONY: book test environment fetch notebooks html strict-html lint unit nbval papermill studies runs clean FORCE
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -30,6 +30,8 @@ override OMP_NUM_THREADS := $(shell n=$$(printf %d "$${OMP_NUM_THREADS:-$(CORES)
 export OMP_NUM_THREADS
 export MKL_NUM_THREADS := $(OMP_NUM_THREADS)
 export TOKENIZERS_PARALLELISM := false
+# Before a command of which several run side by side.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 # A pip or a notebook that looks outside .venv finds other versions than the lock's.
 export PYTHONNOUSERSITE := 1
 unexport PYTHONPATH
@@ -128,26 +130,23 @@ lint: .make/environment
 
 # The slow tests too; a process a core, each with one thread.
 unit: .make/fetch
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest -n $(CORES) --dist worksteal $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(CORES) --dist worksteal $(PYTEST_ARGS)
 
-# Every committed output against a fresh kernel and studies measured anew. The one place that names nbval's options.
+# Every committed output against a fresh kernel and studies measured anew; a process a core, each a notebook at a time with one
+# thread. The one place that names nbval's options.
 nbval: .make/fetch
 	rm -rf .make/results
-	GEOMLIB_RESULTS=$(CURDIR)/.make/results $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg \
-	  --nbval-cell-timeout=600 -p no:xdist $(NOTEBOOKS)
+	GEOMLIB_RESULTS=$(CURDIR)/.make/results $(ONE_THREAD) $(BIN)/python -m pytest -n $(CORES) --dist loadfile --nbval --nbval-current-env \
+	  --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout=900 $(NOTEBOOKS)
 
-# Every notebook again on another model, and on other texts where that does not take hundreds of passes, small, into runs/.
-SMALL := --set length=128 --set windows=2 --set final_windows=2 --set random_rankings=1
-ONE := --set other_model= --set calibrate=1 --set random_orders=1 --set "retentions=[0.8, 0.4]" --set recheck=2
-TEXTS := $(filter-out 05_%,$(basename $(notdir $(NOTEBOOKS))))
-PAPERMILL_RUNS ?= \
-  $(BIN)/geomlib run --out runs/check-gemma $(SMALL) --set model_name=gemma3-270m --set compare_with=smollm2-135m \
-    --set layer=9 --set head=2 $(ONE) && \
-  $(BIN)/geomlib run --out runs/check-texts $(addprefix --chapter ,$(TEXTS)) $(SMALL) --set "corpora=['vital-articles-fr', 'vital-articles-es']" \
-    --set "sentence=La capitale de l'Italie est Rome, et la capitale de la France est"
+# Every notebook again by the run command, on another model, and on other texts where that does not take hundreds of passes,
+# side by side.
 papermill: .make/fetch
-	$(PAPERMILL_RUNS)
+	rm -rf runs/check-gemma runs/check-texts
+	$(ONE_THREAD) $(BIN)/geomlib run --model gemma3-270m --profile quick --set layer=9 --set head=2 --out runs/check-gemma & first=$$!; \
+	$(ONE_THREAD) $(BIN)/geomlib run --profile quick --chapters 01,02,03,04 --corpus vital-articles-fr --corpus vital-articles-es \
+	  --set "sentence=La capitale de l'Italie est Rome, et la capitale de la France est" --out runs/check-texts; second=$$?; \
+	wait $$first && exit $$second
 
 strict-html:
 	@rm -f .make/html
@@ -159,6 +158,14 @@ strict-html:
 studies: .make/fetch
 	rm -rf book/studies
 	GEOMLIB_RESULTS=$(CURDIR)/book/studies $(BIN)/geomlib notebooks 05
+
+# The runs behind the scorecard and the comparison, measured anew; what the book keeps of them is their results.
+RUNS := smollm2-135m gemma3-270m
+runs: .make/fetch
+	set -e; for model in $(RUNS); do \
+	  $(BIN)/geomlib run --model $$model --chapters 01,02,03,04,05 --out runs/book-$$model; \
+	  mkdir -p book/runs/$$model; cp runs/book-$$model/run.json runs/book-$$model/scorecard.json runs/book-$$model/measures.csv book/runs/$$model; \
+	done
 
 # The lock in conda's form.
 environment.yml: requirements.lock

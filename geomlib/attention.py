@@ -15,7 +15,7 @@ that call inside its attention modules; the same arithmetic serves both ways.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -338,7 +338,9 @@ def _enter(hf: PreTrainedModel) -> _State:
 def _switch(hf: PreTrainedModel, state: _State) -> None:
     by_interface = type(hf)._can_set_attn_implementation()
     if not by_interface and not hf._supports_sdpa:
-        raise GeomlibError(f"{type(hf).__name__} cannot be observed: it computes its attention by hand.")
+        raise GeomlibError(
+            f"{type(hf).__name__} cannot be observed: it computes its attention by hand; nothing was measured."
+        )
     AttentionInterface.register(NAME, _attention_function)
     AttentionMaskInterface.register(NAME, _mask_twin)
     for module in hf.modules():
@@ -442,7 +444,7 @@ def final_rows(model, input_ids: Sequence[int] | torch.Tensor, rows: int = 1) ->
 
     hf = _hf(model)
     with torch.no_grad(), observe(model, keep):
-        hf.base_model(input_ids=ids.to(hf.device), use_cache=False)
+        hf.base_model(input_ids=ids.to(input_device(hf)), use_cache=False)
     return {layer: _joined(blocks) for layer, blocks in kept.items()}
 
 
@@ -511,9 +513,30 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.25, to
 
 def short_input(hf: PreTrainedModel) -> torch.Tensor:
     """Token ids of one short input that any model can be checked on, (1, token)."""
-    vocabulary = hf.get_input_embeddings().weight
-    device = "cpu" if vocabulary.device.type == "meta" else vocabulary.device  # meta: weights offloaded by a device_map
-    return (torch.arange(_CHECK_LENGTH, device=device)[None] * 7919 + 11) % vocabulary.shape[0]
+    vocabulary = hf.get_input_embeddings().weight.shape[0]
+    return (torch.arange(_CHECK_LENGTH, device=input_device(hf))[None] * 7919 + 11) % vocabulary
+
+
+def input_device(hf: PreTrainedModel) -> torch.device:
+    """Where input ids go: to the embedding, or to the CPU where a device_map keeps its weights elsewhere (`meta`)."""
+    device = hf.get_input_embeddings().weight.device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def readable(module: torch.nn.Module | None) -> bool:
+    """Whether a map's weights are plain numbers, not packed or scaled ones (8 bits and less)."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() > 1
+
+
+def weights_of(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias of a map, fetched where a device_map keeps them in memory or on disk."""
+    with ExitStack() as stack:
+        if module.weight.device.type == "meta":
+            from accelerate.utils import align_module_device
+
+            stack.enter_context(align_module_device(module))
+        return module.weight, getattr(module, "bias", None)
 
 
 @contextmanager
@@ -550,12 +573,15 @@ def output_projections(model) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
 
 
 @torch.no_grad()
-def self_check(model) -> None:
+def self_check(model) -> str:
     """Verify on one short input that this model is measured right: logits under observation equal the model's own,
     every layer is seen, each row of weights sums to 1 (less a learned sink's share), nothing lies above the diagonal,
     and weights times values equal what enters the output projection.
 
-    Runs once per model (load_model and the first observe call it).
+    Runs once per model (load_model and the first observe call it), whatever its family.
+
+    Returns:
+        What was found, in a sentence.
 
     Raises:
         GeomlibError: naming what does not hold; the model is refused.
@@ -568,7 +594,8 @@ def self_check(model) -> None:
     ids = short_input(hf)
     worst = {"rows": 0.0, "future": 0.0}
     outputs: dict[int, list[torch.Tensor]] = {}
-    projected: dict[int, torch.Tensor] = {}
+    alone: dict[int, torch.Tensor] = {}  # what enters the output projections of the model left alone
+    observed: dict[int, torch.Tensor] = {}
 
     def look(block: Block) -> None:
         total = block.weights.sum(-1) + (0 if block.learned_sink_mass is None else block.learned_sink_mass)
@@ -577,17 +604,21 @@ def self_check(model) -> None:
         worst["future"] = max(worst["future"], float((block.weights * future).max()))
         outputs.setdefault(block.layer, []).append((block.weights @ block.values).transpose(0, 1).flatten(1).cpu())
 
-    def called(attention, child, args):
-        if args and isinstance(args[0], torch.Tensor):
-            projected[attention.layer_idx] = args[0].detach()[0].flatten(1).cpu()  # the last call is the projection's
+    def into(entered):
+        def called(attention, child, args):
+            if args and isinstance(args[0], torch.Tensor):
+                entered[attention.layer_idx] = args[0].detach()[0].flatten(1).cpu()  # the last call is the projection's
+
+        return called
 
     try:
-        with _watching(hf, called):
+        with _watching(hf, into(alone)):
             own = hf(input_ids=ids, use_cache=False).logits
         state = _enter(hf)
         state.observers.append(look)
         try:
-            ours = hf(input_ids=ids, use_cache=False).logits
+            with _watching(hf, into(observed)):
+                ours = hf(input_ids=ids, use_cache=False).logits
         finally:
             state.observers.remove(look)
             _leave(hf, state)
@@ -598,7 +629,7 @@ def self_check(model) -> None:
     if len(state.layers_seen) < layers:
         raise GeomlibError(
             f"{who} cannot be observed: only {len(state.layers_seen)} of its {layers} layers compute attention through "
-            f"the interface that geomlib reads (state-space and hand-written attention do not)."
+            f"the interface that geomlib reads (state-space and hand-written attention do not); nothing was measured."
         )
     scale = float(own.abs().max().clamp(min=1e-6))
     difference = float((own - ours).abs().max()) / scale
@@ -608,21 +639,35 @@ def self_check(model) -> None:
             f"or check its weights."
         )
     problems = []
-    if not difference <= _TOLERANCE.get(own.dtype, 1e-3):
+    if not difference <= _tolerance(hf, own.dtype):
         problems.append(f"its logits change under observation (by {difference:.1e} of the largest)")
     if worst["rows"] > _CHECK_ROWS_SUM:
         problems.append(f"its attention rows do not sum to 1 (off by {worst['rows']:.1e})")
     if worst["future"] > 0:
         problems.append("it attends to later tokens")
     for layer, parts in outputs.items():
-        z, seen = torch.cat(parts), projected.get(layer)
-        if seen is None or seen.shape != z.shape:
+        z, found = torch.cat(parts), (alone.get(layer), observed.get(layer))
+        if any(x is None or x.shape != z.shape for x in found):
             problems.append(f"the output projection of layer {layer} was not found")
             break
-        bound = 10 * _TOLERANCE.get(seen.dtype, 1e-3) * float(z.abs().max().clamp(min=1e-6))
-        if not float((z - seen).abs().max()) <= bound:
-            problems.append(f"weights times values do not give what enters the output projection of layer {layer}")
+        # Alone, the model may have come here by other roundings; observed, the same numbers are rounded once.
+        bounds = 10 * _tolerance(hf, found[0].dtype), max(1e-5, 4 * torch.finfo(found[1].dtype).eps)
+        size = float(z.abs().max().clamp(min=1e-6))
+        if not all(float((z - x).abs().max()) <= bound * size for x, bound in zip(found, bounds, strict=True)):
+            problems.append(
+                f"weights times values do not give what enters the output projection of layer {layer} (a gate or a norm may "
+                f"stand between)"
+            )
             break
     if problems:
-        raise GeomlibError(f"{who} cannot be measured: {'; '.join(problems)}.")
+        raise GeomlibError(f"{who} cannot be measured: {'; '.join(problems)}; nothing was measured.")
     _checked.add(hf)
+    return (
+        f"{who}: geomlib's attention equals the model's own (logits differ by at most {difference:.1g} of the largest, on "
+        f"{ids.shape[1]} tokens)."
+    )
+
+
+def _tolerance(hf: PreTrainedModel, dtype: torch.dtype) -> float:
+    packed = torch.float16 if getattr(hf, "is_quantized", False) else dtype  # products of packed weights round to it
+    return max(_TOLERANCE.get(dtype, 1e-3), _TOLERANCE[packed])

@@ -51,16 +51,40 @@ SINGLE_METRICS = (
 CONSTANT = 0.2  # standard deviation over mean up to which C7 calls norms "about constant"
 INTERMEDIATE = 32  # the largest N that counts as "sparse or intermediate" in C2: an eighth of the paper's largest N
 
+STATEMENTS = {
+    "C1": "top-N attention sets are more separable than random sets of the same size",
+    "C2": "the advantage is largest at sparse and intermediate N",
+    "C3": "the inversion bounds and the sink-aware certificates always hold",
+    "C4": f"the sink's value norm is {SMALLER[0]}-{SMALLER[1]} times smaller",
+    "C5": "the sink's direction is negatively aligned with the others",
+    "C6": "the sink in the top N lowers F, often by half",
+    "C7": "value norms other than the sink's are about constant",
+    "C8": f"Retriever heads are a minority ({RETRIEVERS[0]:.1%}-{RETRIEVERS[1]:.1%} in the paper's models)",
+    "C9": "which of Mixer and Reset dominates depends on the model and not on the corpus",
+    "C10": "Mixers align with the sink and Retrievers with the current token",
+    "C11": "the taxonomy is a useful order for removing heads at moderate retention",
+    "C12": "the taxonomy does not beat single-metric orders under aggressive pruning",
+    "C13": "single heads exist whose removal alone breaks the model, and regime means hide them",
+}
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim, what was measured, the rule that decides, and what it decides."""
+    """A claim, what was measured, the rule that decides, and what it decides.
+
+    `quantity` names the one number that stands for it in a scorecard, `value` with its 95 % interval `low` to `high` (None
+    where there is none: a count, a single document, nothing measured). The rule may ask for more than this number.
+    """
 
     claim: str
     statement: str
     rule: str
     measured: str
     verdict: str
+    quantity: str = ""
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
 
 
 def _attention_sets(table: pd.DataFrame) -> pd.DataFrame:
@@ -76,7 +100,7 @@ def c1(table: pd.DataFrame) -> Verdict:
         "For each N >= 2: the 95 % interval of F(top) - F(random) lies above 0 and more than half of the heads are above 0. "
         "True for every N: holds; for some: holds in part; for none: does not hold. Needs two documents or more."
     )
-    statement = "top-N attention sets are more separable than random sets of the same size"
+    statement = STATEMENTS["C1"]
     if pairs["document"].nunique() < 2:
         return Verdict("C1", statement, rule, "too few documents or sizes", "not testable here")
     gain, share = summary(pairs, "advantage"), positive_share(pairs)
@@ -87,7 +111,8 @@ def c1(table: pd.DataFrame) -> Verdict:
         f"[{worst['low']:+.3f}, {worst['high']:+.3f}] at N = {worst['size']:.0f}; "
         f"heads above 0: {share['mean'].min():.0%} to {share['mean'].max():.0%}"
     )
-    return Verdict("C1", statement, rule, measured, _grade(good))
+    number = ("smallest advantage over random sets", worst["mean"], worst["low"], worst["high"])
+    return Verdict("C1", statement, rule, measured, _grade(good), *number)
 
 
 def c2(table: pd.DataFrame) -> Verdict:
@@ -98,7 +123,7 @@ def c2(table: pd.DataFrame) -> Verdict:
         f"of them: holds; in the mean alone: holds in part; else: does not hold. Needs two documents or more and an N "
         f"above {INTERMEDIATE}."
     )
-    statement = "the advantage is largest at sparse and intermediate N"
+    statement = STATEMENTS["C2"]
     if pairs["document"].nunique() < 2 or pairs["size"].max() <= INTERMEDIATE:
         return Verdict("C2", statement, rule, "too few documents or sizes", "not testable here")
     means = document_means(pairs, "advantage")
@@ -113,12 +138,12 @@ def c2(table: pd.DataFrame) -> Verdict:
         f"N = {sizes[int(np.argmax(sparse.to_numpy()))]}; peak at most {INTERMEDIATE} in {share:.1%} of the replicates"
     )
     verdict = "does not hold" if peak > INTERMEDIATE else "holds" if share >= 0.95 else "holds in part"
-    return Verdict("C2", statement, rule, measured, verdict)
+    return Verdict("C2", statement, rule, measured, verdict, "N at the peak", peak, *_interval(peaks, LEVEL))
 
 
 def c3(table: pd.DataFrame) -> Verdict:
     """C3: the inversion bounds and the sink-aware certificates always hold; of a `bounds` table."""
-    statement = "the inversion bounds and the sink-aware certificates always hold"
+    statement = STATEMENTS["C3"]
     rule = (
         "A violation: an operation (head, query, N) whose precision, recall or F lies below what a level promises. None at a "
         "level that is proved without assumptions, and none at sink-aware constant_norm, the paper's model: holds; none at "
@@ -135,13 +160,13 @@ def c3(table: pd.DataFrame) -> Verdict:
         f"{int(table.loc[model, 'queries'].sum()):,} ({share:.2%})"
     )
     verdict = "does not hold" if broken else "holds in part" if broken_model else "holds"
-    return Verdict("C3", statement, rule, measured, verdict)
+    return Verdict("C3", statement, rule, measured, verdict, "violations of proved levels", broken)
 
 
 def c4(table: pd.DataFrame) -> Verdict:
     """C4: the sink's value norm is 3-10 times smaller; of a `sinks` table."""
     low, high = SMALLER
-    statement = f"the sink's value norm is {low}-{high} times smaller"
+    statement = STATEMENTS["C4"]
     rule = (
         f"Mean norm of the other values over the sink's, mean over documents, median over heads. It and its 95 % interval from "
         f"{low} to {high}: holds; its interval above 1: holds in part; else: does not hold. Needs two documents or more."
@@ -159,12 +184,12 @@ def c4(table: pd.DataFrame) -> Verdict:
     )
     good = low <= min(least, middle) and max(most, middle) <= high
     verdict = "holds" if good else "holds in part" if least > 1 else "does not hold"
-    return Verdict("C4", statement, rule, measured, verdict)
+    return Verdict("C4", statement, rule, measured, verdict, "times smaller, median head", middle, least, most)
 
 
 def c5(table: pd.DataFrame) -> Verdict:
     """C5: the sink's direction is negatively aligned with the others; of a `sinks` table."""
-    statement = "the sink's direction is negatively aligned with the others"
+    statement = STATEMENTS["C5"]
     rule = (
         "Share of the heads whose mean cosine of the sink's value with the others', mean over documents, is below 0. At least "
         "90 %: holds; it and its 95 % interval above one half: holds in part; else: does not hold. Needs two documents or more."
@@ -179,7 +204,7 @@ def c5(table: pd.DataFrame) -> Verdict:
         f"{share:.1%} [{low:.1%}, {high:.1%}] of the heads below 0; mean cosine {mean:+.2f} [{least:+.2f}, {most:+.2f}]"
     )
     verdict = "holds" if share >= 0.9 else "holds in part" if min(low, share) > 0.5 else "does not hold"
-    return Verdict("C5", statement, rule, measured, verdict)
+    return Verdict("C5", statement, rule, measured, verdict, "heads with a negative mean cosine", share, low, high)
 
 
 def sink_cost(table: pd.DataFrame, without: str = "sink") -> pd.DataFrame:
@@ -191,7 +216,7 @@ def sink_cost(table: pd.DataFrame, without: str = "sink") -> pd.DataFrame:
 
 def c6(table: pd.DataFrame) -> Verdict:
     """C6: the sink in the top-N lowers F_N, often by half; of a `sink_effect` table."""
-    statement = "the sink in the top N lowers F, often by half"
+    statement = STATEMENTS["C6"]
     rule = (
         "Over the operations that select the sink, for each N >= 2 that two documents or more have: F without the sink as a "
         "candidate less F with it, the sink's cost. Its 95 % interval above 0 at every N, and F at least halved for a third or "
@@ -224,7 +249,8 @@ def c6(table: pd.DataFrame) -> Verdict:
         f"[{low:.1%}, {high:.1%}] of the pairs"
     )
     grade = _grade(good)
-    return Verdict("C6", statement, rule, measured, "holds in part" if grade == "holds" and halved < OFTEN else grade)
+    verdict = "holds in part" if grade == "holds" and halved < OFTEN else grade
+    return Verdict("C6", statement, rule, measured, verdict, "pairs (head, N) with F halved", halved, low, high)
 
 
 def _columns(table: pd.DataFrame, analysis: str, *columns: str) -> None:
@@ -248,7 +274,7 @@ def _by_document(table: pd.DataFrame, value: str) -> pd.DataFrame:
 
 def c7(table: pd.DataFrame) -> Verdict:
     """C7: non-sink value norms are about constant; of a `coherence` table."""
-    statement = "value norms other than the sink's are about constant"
+    statement = STATEMENTS["C7"]
     rule = (
         f"A head's norms are about constant when their standard deviation is at most {CONSTANT} of their mean, over the "
         "sources of a window, mean over documents. So in at least 90 % of the heads: holds; in at least half: holds in part; "
@@ -263,13 +289,14 @@ def c7(table: pd.DataFrame) -> Verdict:
         f"{spread.min():.2f} to {spread.max():.2f}"
     )
     verdict = "holds" if share["mean"] >= 0.9 else "holds in part" if share["mean"] >= 0.5 else "does not hold"
-    return Verdict("C7", statement, rule, measured, verdict)
+    number = ("heads with about constant norms", share["mean"], share["low"], share["high"])
+    return Verdict("C7", statement, rule, measured, verdict, *(number if documents > 1 else number[:2]))
 
 
 def c8(table: pd.DataFrame) -> Verdict:
     """C8: Retriever heads are a minority; of a `taxonomy` table."""
     low, high = RETRIEVERS
-    statement = f"Retriever heads are a minority ({low:.1%}-{high:.1%} in the paper's models)"
+    statement = STATEMENTS["C8"]
     rule = (
         f"Share of the heads labelled Retriever. Its 95 % interval below one half, and the share from {low:.1%} to {high:.1%}: "
         "holds; the interval below one half: holds in part; else: does not hold. Needs two documents or more."
@@ -282,47 +309,71 @@ def c8(table: pd.DataFrame) -> Verdict:
     each = ", ".join(f"{r} {s['mean']:.2%} [{s['low']:.2%}, {s['high']:.2%}]" for r, s in shares.iterrows())
     minority = max(found["high"], found["mean"]) < 0.5
     verdict = "holds" if minority and low <= found["mean"] <= high else "holds in part" if minority else "does not hold"
-    return Verdict("C8", statement, rule, each, verdict)
+    return Verdict("C8", statement, rule, each, verdict, "Retriever heads", found["mean"], found["low"], found["high"])
 
 
-def c9(tables: dict[str, dict[str, pd.DataFrame]]) -> Verdict:
-    """C9: which of Mixer and Reset dominates depends on the model and not on the corpus; of `taxonomy` tables, model ->
-    corpus -> table."""
-    statement = "which of Mixer and Reset dominates depends on the model and not on the corpus"
-    rule = (
+_C9 = (
+    "C9",
+    STATEMENTS["C9"],
+    (
         "Of each model, on each corpus, the commoner of the two, the same in 95 % of the bootstrap replicates, else neither. One "
         f"of them, the same on all corpora, and Cohen's kappa of the heads' labels {SUBSTANTIAL} or more between every two "
         "(identical labels: 1): it does not depend on the corpus. Not the same for all models: it depends on the model. Both: "
         "holds; the former only, all that one model can show: holds in part; else: does not hold. Needs two corpora or more of "
         "each model and two documents or more of each."
+    ),
+)
+
+
+def dominance(corpora: dict[str, pd.DataFrame]) -> dict | None:
+    """What C9 needs of one model: of `taxonomy` tables, corpus -> table. None: too few corpora or documents.
+
+    Returns:
+        lead (the commoner of Mixer and Reset on each corpus, each name once), share with low and high (least agreement of the
+        heads' labels between two corpora), kappa (the least).
+    """
+    for table in corpora.values():
+        _columns(table, "taxonomy", "queries", *taxonomy.VOTES)
+    if len(corpora) < 2 or any(t["document"].nunique() < 2 for t in corpora.values()):
+        return None
+    pairs = list(combinations(corpora.values(), 2))
+    found = [taxonomy.agreement(taxonomy.regimes(a), taxonomy.regimes(b)) for a, b in pairs]
+    least = min(range(len(pairs)), key=lambda i: found[i].share)
+    low, high = agreement_interval(*pairs[least])
+    kappa = min(1.0 if f.share == 1 else f.kappa for f in found)
+    lead = sorted({regime_lead(t) for t in corpora.values()})
+    return {"lead": lead, "share": float(found[least].share), "low": low, "high": high, "kappa": float(kappa)}
+
+
+def c9(tables: dict[str, dict[str, pd.DataFrame]]) -> Verdict:
+    """C9: which of Mixer and Reset dominates depends on the model and not on the corpus; of `taxonomy` tables, model ->
+    corpus -> table."""
+    return c9_of({model: dominance(corpora) for model, corpora in tables.items()})
+
+
+def c9_of(models: dict[str, dict | None]) -> Verdict:
+    """C9 of what `dominance` found for each model."""
+    few = [model for model, found in models.items() if found is None]
+    if few or not models:
+        return Verdict(*_C9, f"{few[0]}: too few corpora or documents" if few else "no tables", "not testable here")
+    parts = [
+        f"{model}: {' or '.join(x['lead'])}; least agreement {x['share']:.1%} [{x['low']:.1%}, {x['high']:.1%}], "
+        f"least kappa {x['kappa']:.3f}"
+        for model, x in models.items()
+    ]
+    stable = all(
+        len(x["lead"]) == 1 and "neither" not in x["lead"] and x["kappa"] >= SUBSTANTIAL for x in models.values()
     )
-    parts, commoner, stable = [], set(), True
-    for model, corpora in tables.items():
-        for table in corpora.values():
-            _columns(table, "taxonomy", "queries", *taxonomy.VOTES)
-        if len(corpora) < 2 or any(t["document"].nunique() < 2 for t in corpora.values()):
-            return Verdict("C9", statement, rule, f"{model}: too few corpora or documents", "not testable here")
-        names = {regime_lead(t) for t in corpora.values()}
-        pairs = list(combinations(corpora.values(), 2))
-        found = [taxonomy.agreement(taxonomy.regimes(a), taxonomy.regimes(b)) for a, b in pairs]
-        kappa = min(1.0 if f.share == 1 else f.kappa for f in found)
-        least = min(range(len(pairs)), key=lambda i: found[i].share)
-        low, high = agreement_interval(*pairs[least])
-        stable &= len(names) == 1 and "neither" not in names and kappa >= SUBSTANTIAL
-        commoner |= names
-        parts.append(
-            f"{model}: {' or '.join(sorted(names))}; least agreement {found[least].share:.1%} [{low:.1%}, {high:.1%}], "
-            f"least kappa {kappa:.3f}"
-        )
-    if not parts:
-        return Verdict("C9", statement, rule, "no tables", "not testable here")
+    commoner = {name for x in models.values() for name in x["lead"]}
     verdict = "does not hold" if not stable else "holds" if len(commoner) > 1 else "holds in part"
-    return Verdict("C9", statement, rule, "; ".join(parts), verdict)
+    least = min(models.values(), key=lambda x: x["share"])
+    number = ("heads with the same label on two corpora, least", least["share"], least["low"], least["high"])
+    return Verdict(*_C9, "; ".join(parts), verdict, *number)
 
 
 def c10(table: pd.DataFrame) -> Verdict:
     """C10: Mixers align with the sink and Retrievers with the current token; of a `taxonomy` table."""
-    statement = "Mixers align with the sink and Retrievers with the current token"
+    statement = STATEMENTS["C10"]
     rule = (
         "Cosine of the output z with the sink's value (Mixers; over query bins that all see the sink) and with the current "
         "token's (Retrievers), mean over queries, then heads, then documents: above 0, and above that of all other heads with the "
@@ -333,7 +384,7 @@ def c10(table: pd.DataFrame) -> Verdict:
     if table["document"].nunique() < 2:
         return Verdict("C10", statement, rule, "too few documents", "not testable here")
     regime = taxonomy.regimes(table).set_index(["layer", "head"])["regime"]
-    good, parts = [], []
+    good, parts, gaps = [], [], []
     for name, value in (("Mixer", "cos_sink"), ("Retriever", "cos_current")):
         part = table[table["sees_sink"] == 1] if value == "cos_sink" else table
         heads = _by_document(taxonomy.regimes(part, by=["document"]), value).dropna(axis=1)
@@ -347,10 +398,11 @@ def c10(table: pd.DataFrame) -> Verdict:
         own, rest = heads.loc[:, mine].mean().mean(), heads.loc[:, ~mine].mean().mean()
         good.append(own > 0 and low > 0)
         target = "sink" if name == "Mixer" else "current token"
+        gaps.append((f"cosine with the {target}, {name}s less other heads", own - rest, low, high))
         parts.append(
             f"{name} with the {target} {own:+.2f}, other heads {rest:+.2f}, difference [{low:+.2f}, {high:+.2f}]"
         )
-    return Verdict("C10", statement, rule, "; ".join(parts), _grade(np.array(good)))
+    return Verdict("C10", statement, rule, "; ".join(parts), _grade(np.array(good)), *min(gaps, key=lambda g: g[1]))
 
 
 def c11(curves: pd.DataFrame, order: str, entropy: str = "entropy") -> Verdict:
@@ -359,7 +411,7 @@ def c11(curves: pd.DataFrame, order: str, entropy: str = "entropy") -> Verdict:
     Args:
         order: the order by regime and `entropy` that by entropy, each chosen on calibration documents (`sparsify.best`).
     """
-    statement = "the taxonomy is a useful order for removing heads at moderate retention"
+    statement = STATEMENTS["C11"]
     baselines = ("random", "magnitude", entropy)
     rule = (
         "Damage of the order by regime that was best on the calibration documents at these retentions, less that of random, "
@@ -378,8 +430,9 @@ def c11(curves: pd.DataFrame, order: str, entropy: str = "entropy") -> Verdict:
         for name, gap in gaps.items()
     )
     return Verdict(
-        "C11", statement, rule, measured, "holds" if good else "holds in part" if partly else "does not hold"
-    )
+        "C11", statement, rule, measured, "holds" if good else "holds in part" if partly else "does not hold",
+        *_lowest(gaps, "random"),
+    )  # fmt: skip
 
 
 def c12(curves: pd.DataFrame, order: str) -> Verdict:
@@ -388,7 +441,7 @@ def c12(curves: pd.DataFrame, order: str) -> Verdict:
     Args:
         order: the order by regime that was best on calibration documents at these retentions (`sparsify.best`).
     """
-    statement = "the taxonomy does not beat single-metric orders under aggressive pruning"
+    statement = STATEMENTS["C12"]
     names = [n for n in SINGLE_METRICS if n in set(curves["order"])]
     rule = (
         f"The order by regime that was best on the calibration documents at these retentions against {', '.join(SINGLE_METRICS)}, "
@@ -405,7 +458,7 @@ def c12(curves: pd.DataFrame, order: str) -> Verdict:
         f"{order} beats all {len(gaps)} at {beats.sum()} of {len(beats)} retentions; against {hardest}, the best of them, "
         f"its damage is higher by {_span(gaps[hardest])}"
     )
-    return Verdict("C12", statement, rule, measured, _grade(~beats))
+    return Verdict("C12", statement, rule, measured, _grade(~beats), *_lowest(gaps, hardest))
 
 
 def _gaps(curves: pd.DataFrame, order: str, baselines) -> dict[str, pd.DataFrame]:
@@ -416,6 +469,12 @@ def _gaps(curves: pd.DataFrame, order: str, baselines) -> dict[str, pd.DataFrame
     return {name: damage_difference(curves, order, name) for name in baselines}
 
 
+def _lowest(gaps: dict[str, pd.DataFrame], other: str) -> tuple[str, float, float, float]:
+    """The gap to an order at the lowest retention, as the number of a scorecard."""
+    row = gaps[other].loc[gaps[other]["retention"].idxmin()]
+    return f"damage less that of {other}, {row['retention']:.0%} kept", row["mean"], row["low"], row["high"]
+
+
 def _span(gap: pd.DataFrame) -> str:
     each = [f"{r['mean']:+.2f} [{r['low']:+.2f}, {r['high']:+.2f}] at {r['retention']:.0%}" for _, r in gap.iterrows()]
     return " ... ".join(dict.fromkeys([each[-1], each[0]]))
@@ -424,7 +483,7 @@ def _span(gap: pd.DataFrame) -> str:
 def c13(scan: pd.DataFrame, regimes: pd.DataFrame) -> Verdict:
     """C13: single heads exist whose removal alone breaks the model, and regime means hide them; of a "scan" table and the table
     of heads of `taxonomy.regimes`."""
-    statement = "single heads exist whose removal alone breaks the model, and regime means hide them"
+    statement = STATEMENTS["C13"]
     rule = (
         f"A head breaks the model if its damage alone is an outlier of the scan (modified z-score above {sparsify.OUTLIER}) and "
         f"{BREAKS:.0%} of the NLL or more with its whole 95 % interval; its regime hides it if the mean damage of the regime's "
@@ -446,8 +505,9 @@ def c13(scan: pd.DataFrame, regimes: pd.DataFrame) -> Verdict:
     )
     good = len(breaking) > 0 and hidden.all()
     return Verdict(
-        "C13", statement, rule, measured, "holds" if good else "holds in part" if len(outliers) else "does not hold"
-    )
+        "C13", statement, rule, measured, "holds" if good else "holds in part" if len(outliers) else "does not hold",
+        "damage of the worst head alone", worst["damage"], worst["low"], worst["high"],
+    )  # fmt: skip
 
 
 def critical(scan: pd.DataFrame, regimes: pd.DataFrame) -> pd.DataFrame:

@@ -1,5 +1,7 @@
-"""The command line: fetch, measure, prune, run. Bad input is one sentence on stderr and exit code 2, never a traceback."""
+"""The command line: fetch, measure, run, estimate, scorecard, compare, prune. Bad input is one sentence on stderr and exit code 2, never a traceback."""
 
+import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -75,6 +77,41 @@ class Control(StrEnum):
     magnitude = "magnitude"
 
 
+class Profile(StrEnum):
+    quick = "quick"
+    standard = "standard"
+    paper = "paper"
+
+
+# What several commands share.
+ModelName = Annotated[
+    str, typer.Option("--model", help="Embedded name, Hugging Face id (also id@revision), or folder.")
+]
+Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")]
+Corpora = Annotated[
+    list[str] | None,
+    typer.Option("--corpus", help="Embedded name, Hugging Face data set, or a file of yours; repeat for several."),
+]
+Profiles = Annotated[Profile, typer.Option("--profile", help="How much is measured; the book's rerun page has them.")]
+Chapters = Annotated[
+    list[str] | None,
+    typer.Option("--chapters", "--chapter", help="Names or numbers, with commas or repeated; none: all."),
+]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="name=value of a notebook's parameter; repeat.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1; default: the GPU if there is one.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="float32, bfloat16, ...; default: float32 on CPU, bfloat16 on a GPU.")
+]
+DeviceMap = Annotated[
+    str | None, typer.Option("--device-map", help="auto: spread a large model over the GPUs and the CPU's memory.")
+]
+Bits = Annotated[int | None, typer.Option("--bits", help="8 or 4: load quantised, if you have bitsandbytes.")]
+Scheduler = Annotated[
+    str | None, typer.Option("--scheduler", help="tcp://... of a Dask cluster that windows are sent to.")
+]
+Runs = Annotated[list[Path], typer.Argument(help="Folders of runs, as geomlib run wrote them.")]
+
+
 @app.command()
 def fetch(
     names: Annotated[
@@ -100,8 +137,8 @@ def fetch(
 @measure.command()
 def separability(
     out: Annotated[Path, typer.Option(help="Folder of the results; an interrupted run continues there.")],
-    model: Annotated[str, typer.Option(help="Embedded name, Hugging Face id, or folder.")] = DEFAULT_MODEL,
-    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
+    model: ModelName = DEFAULT_MODEL,
+    revision: Revision = None,
     corpus: Annotated[
         str | None, typer.Option(help=f"Embedded name or Hugging Face data set; default: {DEFAULT_CORPORA[0]}.")
     ] = None,
@@ -119,7 +156,11 @@ def separability(
     random_rankings: Annotated[int, typer.Option(help="Random rankings per query.")] = 16,
     bins: Annotated[int, typer.Option(help="Bins of query position.")] = 8,
     seed: Annotated[int, typer.Option(help="Decides windows and random draws.")] = 0,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...; default: float32 on CPU.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    bits: Bits = None,
+    scheduler: Scheduler = None,
 ) -> None:
     """F_N, precision and recall of every head's top-N sources, with their controls."""
     if text is not None and corpus is not None:
@@ -130,6 +171,7 @@ def separability(
         raise GeomlibError(
             f"--sizes {sizes!r} is not usable: give whole numbers with commas, such as 2,8,32."
         ) from None
+    os.environ |= _load_options(device, None, device_map, bits)
     from geomlib.stats import summary
     from geomlib.study import Study
 
@@ -140,7 +182,7 @@ def separability(
         rankings=tuple(r.value for r in ranking), distances=tuple(d.value for d in distance),
         controls=tuple(c.value for c in control), random_rankings=random_rankings, bins=bins,
     )  # fmt: skip
-    table = study.run(out, progress=True)
+    table = study.run(out, progress=True, scheduler=scheduler)
     table = table[table["size"] > 1]  # N = 1 says nothing: F is 1 whatever is selected
     if len(table):
         shown, documents = (
@@ -167,8 +209,8 @@ def prune(
             "such as mixer-reset-retriever."
         ),
     ] = "gradient",
-    model: Annotated[str, typer.Option(help="Embedded name, Hugging Face id, or folder.")] = DEFAULT_MODEL,
-    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
+    model: ModelName = DEFAULT_MODEL,
+    revision: Revision = None,
     unit: Annotated[
         Unit, typer.Option(help="Query heads, or KV heads with all query heads that share them.")
     ] = Unit.head,
@@ -183,7 +225,7 @@ def prune(
     judge: Annotated[int, typer.Option(help="Windows of other documents that the result is judged on.")] = 4,
     length: Annotated[int, typer.Option(help="Tokens of a window, BOS included.")] = 256,
     seed: Annotated[int, typer.Option(help="Decides windows and the random order.")] = 0,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...; default: float32 on CPU.")] = None,
+    dtype: Dtype = None,
 ) -> None:
     """Remove the heads that matter least and save the smaller model."""
     if text is not None and corpus is not None:
@@ -206,18 +248,156 @@ def prune(
 
 @app.command()
 def run(
-    out: Annotated[Path, typer.Option(help="Folder for the executed notebooks.")],
-    chapters: Annotated[list[str] | None, typer.Option("--chapter", help="Notebook name; repeat; none: all.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="name=value of a notebook's parameter; repeat.")
+    model: ModelName = DEFAULT_MODEL,
+    revision: Revision = None,
+    corpus: Corpora = None,
+    profile: Profiles = Profile.standard,
+    chapters: Chapters = None,
+    settings: Settings = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run; default: one under runs/ by what was asked.")
     ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    bits: Bits = None,
+    scheduler: Scheduler = None,
 ) -> None:
-    """Run the book's notebooks with your own parameters; the committed ones are not touched."""
-    from geomlib.notebooks import parse_settings, run_notebooks
+    """Run the book's chapters on a model: notebooks, tables, figures and scorecard in a folder; the committed ones stay."""
+    from geomlib import runs
 
-    failed = run_notebooks(chapters or [], parse_settings(settings or []), out)
+    asked = _asked(model, revision, corpus, profile, settings, dtype, bits)
+    environ = _load_options(device, dtype, device_map, bits) | ({"GEOMLIB_SCHEDULER": scheduler} if scheduler else {})
+    out, failed = runs.execute(asked, out, _names(chapters), environ)
+    try:
+        _conclude(out)
+    except GeomlibError as e:
+        if not failed:
+            raise
+        print(f"geomlib: {e}", file=sys.stderr)  # what failed is said all the same
     if failed:
-        raise GeomlibError(f"{', '.join(failed)} failed: open the executed notebook in {out} to see where.")
+        print(
+            f"geomlib: {', '.join(failed)} failed: open the executed notebook in {out} to see where.", file=sys.stderr
+        )
+        raise typer.Exit(1)
+
+
+@app.command()
+def estimate(
+    model: ModelName = DEFAULT_MODEL,
+    revision: Revision = None,
+    corpus: Corpora = None,
+    profile: Profiles = Profile.standard,
+    chapters: Chapters = None,
+    settings: Settings = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    bits: Bits = None,
+) -> None:
+    """How long a run will take here and how much memory, from a probe of about a minute."""
+    asked = _asked(model, revision, corpus, profile, settings, dtype, bits)
+    os.environ |= _load_options(device, dtype, device_map, bits)
+    from geomlib import estimate as e
+
+    found = e.estimate(asked, _names(chapters), lambda line: print(line, file=sys.stderr, flush=True))
+    for line in e.lines(found):
+        typer.echo(line)
+
+
+@app.command()
+def scorecard(
+    folders: Runs,
+    out: Annotated[Path | None, typer.Option(help="Folder for scorecard.md and scorecard.json.")] = None,
+) -> None:
+    """The paper's claims on one model or several, with values, intervals, rules and verdicts."""
+    from geomlib import scorecard as s
+
+    cards = [s.card(folder) for folder in folders]
+    rows = s.over(cards)
+    _print_table(s.overview(rows), "The paper's claims")
+    for claim, rule in s.rules(rows).items():
+        typer.echo(f"{claim}: {rule}")
+    if out:
+        s.save(cards, out)
+        typer.echo(f"scorecard.md and scorecard.json, with every measurement, are in {out}.")
+
+
+@app.command()
+def compare(
+    folders: Runs,
+    out: Annotated[Path | None, typer.Option(help="Folder for measures.csv and the figures.")] = None,
+) -> None:
+    """Models side by side: separability, sink, taxonomy and retention, beside what the paper published."""
+    from geomlib import compare as c
+
+    table = c.over(folders)
+    for title, wide in c.side_by_side(table).items():
+        _print_table(wide.reset_index(), title)
+    _print_table(c.published().drop(columns="group"), "Published in the paper, for its own models")
+    if out:
+        from geomlib import figures
+
+        figures.style()
+        c.save(table, out)
+        for name, figure in figures.comparison(table).items():
+            figure.savefig(out / f"{name}.png")
+        typer.echo(f"measures.csv and the figures are in {out}.")
+
+
+def _asked(model, revision, corpus, profile, settings, dtype, bits):
+    """What was asked for as a `Run`, the model pinned: what is wrong with it shows before a chapter starts."""
+    from geomlib.models import pinned
+    from geomlib.notebooks import parse_settings
+    from geomlib.runs import Run
+
+    corpora = tuple(str(Path(c).absolute()) if Path(c).is_file() else c for c in corpus or [])
+    load = {k: v for k, v in (("dtype", dtype), ("bits", bits)) if v is not None}
+    return Run(
+        model=pinned(model, revision), corpora=corpora, profile=profile.value, settings=parse_settings(settings or []), load=load,
+    )  # fmt: skip
+
+
+def _load_options(device, dtype, device_map, bits) -> dict[str, str]:
+    """How kernels and workers load models, as the environment variable that `load_model` reads."""
+    options = {"device": device, "dtype": dtype, "device_map": device_map, "bits": bits}
+    options = {k: v for k, v in options.items() if v is not None}
+    return {"GEOMLIB_LOAD": json.dumps(options)} if options else {}
+
+
+def _names(chapters: list[str] | None) -> list[str]:
+    return [name for text in chapters or [] for name in text.split(",") if name]
+
+
+def _conclude(out: Path) -> None:
+    """Scorecard and measures of a run into its folder, and the verdicts on the terminal."""
+    from geomlib import compare as c
+    from geomlib import scorecard as s
+
+    if s.studies(out):
+        found = s.card(out)
+        s.save([found], out)
+        measured = [r for r in found["rows"] if r["documents"]]
+        if measured:
+            table = s.overview(measured)
+            _print_table(table[table[found["model"]] != ""], "The paper's claims")
+        try:
+            c.save(c.measures(out), out)
+        except GeomlibError:
+            pass  # chapters without curves only
+    typer.echo(f"Notebooks, tables, figures and scorecard are in {out}.")
+
+
+def _print_table(table, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(title=title, title_justify="left", title_style="bold")
+    for column in table.columns:
+        shown.add_column(str(column), overflow="fold")
+    for row in table.astype(object).fillna("").itertuples(index=False):
+        shown.add_row(*map(str, row))
+    Console().print(shown)
 
 
 @app.command()

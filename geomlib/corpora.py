@@ -9,12 +9,14 @@ import json
 import re
 import tarfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
 from geomlib.errors import GeomlibError
 from geomlib.fetch import Source, fetch, file_sha256
+from geomlib.models import hub_file, hub_info, hub_sentence
 
 TOPIC_CHARS = 24_000  # of a vital-articles document: enough for 4096 tokens, and leaves 202 documents in English
 MIN_LENGTH = 3
@@ -50,7 +52,7 @@ class Corpus:
     """Documents and where they come from.
 
     Attributes:
-        name: as it was asked for.
+        name: as it was asked for, without a revision.
         read: gives an iterator over all documents, from the first one at each call.
         source: what pins the texts down: "sha256" of the file or "repository" and "revision", "licence", "detokenised".
         streamed: too large to be read whole; windows come from its first documents.
@@ -97,13 +99,19 @@ def load_corpus(name: str, revision: str | None = None, detokenise: bool = False
     """A corpus by name: embedded, `wikitext-103`, `openwebtext`, or any "org/name" of the hub with a `text` column.
 
     Args:
-        name: as above; for the user's own files see `text_corpus`.
-        revision: branch, tag or commit of a hub dataset; recorded as its commit.
+        name: as above, of the hub also with its revision ("org/name@revision"); or the path of a
+            file of the user's own (`text_corpus`).
+        revision: branch, tag or commit of a hub dataset; recorded as its commit. Which texts are drawn does not depend on how
+            it was named.
         detokenise: undo WikiText's spaced punctuation and ` @-@ `, recorded in `source`.
 
     Raises:
         GeomlibError: unknown name, no network, no such dataset or no `text` column.
     """
+    name, _, mark = name.partition("@")
+    if mark and revision not in (None, mark):
+        raise GeomlibError(f"{name}@{mark} and revision {revision} name two revisions: give one of them.")
+    revision = mark or revision
     if name in EMBEDDED:
         if revision is not None:
             raise GeomlibError(f"{name} is not a hub dataset and has no revisions: leave revision out.")
@@ -111,6 +119,8 @@ def load_corpus(name: str, revision: str | None = None, detokenise: bool = False
         path = fetch(file)
         parse = _django_docs if name == "django-docs" else _vital_articles
         corpus = Corpus(name, lambda: parse(path), {"file": file.file, "sha256": file.sha256, "licence": licence})
+    elif Path(name).expanduser().is_file():
+        corpus = text_corpus(name)
     elif name in HUB or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         corpus = _hub_corpus(name, revision)
     else:
@@ -123,7 +133,7 @@ def load_corpus(name: str, revision: str | None = None, detokenise: bool = False
     def read() -> Iterator[Document]:
         return (Document(d.id, detokenise_wikitext(d.text)) for d in corpus.documents())
 
-    return Corpus(name, read, corpus.source, corpus.streamed)
+    return replace(corpus, read=read)
 
 
 def _vital_articles(path: Path) -> Iterator[Document]:
@@ -163,42 +173,67 @@ def _django_docs(path: Path) -> Iterator[Document]:
 
 def _hub_corpus(name: str, revision: str | None) -> Corpus:
     repository, arguments, licence = HUB.get(name, (name, {}, "see the dataset page"))
-    commit = _dataset_commit(repository, revision)
+    with _one_sentence(repository, revision):
+        import huggingface_hub
+
+        info = hub_info("dataset", repository, revision)
+        if info.get("gated"):  # anybody may ask for the line above, and `datasets` hides why it is refused the files
+            huggingface_hub.auth_check(repository, repo_type="dataset")
+        commit, files = info["sha"], {f["rfilename"]: f for f in info["siblings"]}
 
     def read() -> Iterator[Document]:
-        import datasets
+        with _one_sentence(repository, revision), _bounded_retries():
+            import datasets
 
-        try:
+            if "README.md" in files:  # it names the configurations, and a damaged one would stay in the cache
+                hub_file("dataset", repository, files, "README.md", commit)
             rows = datasets.load_dataset(repository, split="train", streaming=True, revision=commit, **arguments)
             texts = _text_column(rows, repository)
             yield from _wikitext(texts) if name == "wikitext-103" else _numbered(texts)
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as e:
-            reason = str(e).strip().split("\n")[0].rstrip(".: ")[:200]
-            raise GeomlibError(
-                f"{repository} cannot be read ({reason}): check the network and that it is a Parquet dataset with a "
-                "train split, or use an embedded corpus."
-            ) from e
 
     return Corpus(name, read, {"repository": repository, "revision": commit, "licence": licence}, streamed=True)
 
 
-def _dataset_commit(repository: str, revision: str | None) -> str:
-    import huggingface_hub as hub
+@contextmanager
+def _one_sentence(repository: str, revision: str | None) -> Iterator[None]:
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub import errors as hub
 
     try:
-        # One plain request first: `datasets` would retry for minutes without a network.
-        return hub.HfApi().dataset_info(repository, revision=revision, timeout=5).sha
-    except hub.errors.GatedRepoError as e:
-        raise GeomlibError(f"{repository} is gated: accept its terms on its page, then set HF_TOKEN.") from e
-    except hub.errors.RepositoryNotFoundError as e:
-        raise GeomlibError(f"The hub has no public dataset {repository}: check the name, or set HF_TOKEN.") from e
-    except hub.errors.RevisionNotFoundError as e:
+        yield
+    except hub.RevisionNotFoundError as e:
         raise GeomlibError(f"{repository} has no revision {revision}: check it on the dataset page.") from e
-    except Exception as e:  # whatever the HTTP client raises without a network
-        raise GeomlibError(
-            f"The hub cannot be reached for {repository}: connect to the network, or use an embedded corpus "
-            f"({', '.join(EMBEDDED)})."
-        ) from e
+    except (OSError, ValueError, RuntimeError, hub.HTTPError, DatasetsError) as e:
+        text = hub_sentence(e, repository, "dataset", f"use an embedded corpus ({', '.join(EMBEDDED)})")
+        if text is None:
+            reason = str(e).strip().split("\n")[0].rstrip(".: ")[:200]
+            text = (
+                f"{repository} cannot be read ({reason}): try again, check that it is a Parquet dataset with a train "
+                "split, or use an embedded corpus."
+            )
+        raise GeomlibError(text) from e
+
+
+@contextmanager
+def _bounded_retries() -> Iterator[None]:
+    """Gives up on a file after a minute and a half: `datasets` by itself tries for 9 minutes, and for 28 at status 429.
+
+    A waiting time that the hub itself names is kept to.
+    """
+    from datasets import config
+
+    bounds = {
+        "STREAMING_OPEN_MAX_RETRIES": 3, "STREAMING_READ_MAX_RETRIES": 3, "STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL": 10,
+        "STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL": 5,
+    }  # fmt: skip
+    before = {k: getattr(config, k) for k in bounds}
+    for key, bound in bounds.items():
+        setattr(config, key, min(bound, before[key]))
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            setattr(config, key, value)
 
 
 def _text_column(rows: Iterator[dict], name: str) -> Iterator[str]:

@@ -5,7 +5,9 @@ hub's commit, or SHA-256 of the files.
 """
 
 import hashlib
+import importlib.util
 import json
+import logging
 import os
 import re
 import sys
@@ -16,10 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from geomlib.errors import GeomlibError
 from geomlib.fetch import Source, building, cache_dir, fetch, file_sha256
 
+LOAD = "GEOMLIB_LOAD"  # environment variable: defaults of `load_model`, for the processes that a command starts
+LOAD_KEYS = ("dtype", "device", "device_map", "bits")
 FORMAT = 1  # of a converted embedded model in the cache; raise it when conversion changes
 WEIGHTS = (".safetensors", ".bin")
 GEMMA_NOTICE = (
@@ -79,7 +84,8 @@ class Model:
         revision: commit hash of a hub model, else None.
         sha256: file -> SHA-256: of the GGUF file for an embedded model, of weights, config and tokenizer for a local
             folder; None for a hub model, which its commit identifies.
-        note: what a reader of its numbers has to know ("4-bit weights (Q4_1), dequantised"), or "".
+        note: what a reader of its numbers has to know ("4-bit weights (Q4_1), dequantised; in bfloat16"), or "".
+        checked: what the self-check found at load, a sentence, or "" where it was not asked for.
     """
 
     name: str
@@ -88,6 +94,7 @@ class Model:
     revision: str | None = None
     sha256: dict[str, str] | None = None
     note: str = ""
+    checked: str = ""
 
     @property
     def config(self):
@@ -128,8 +135,10 @@ class Model:
 
     @property
     def device(self):
-        """Device of the embedding, where input ids go; a model split by `device_map` has others too."""
-        return self.hf.get_input_embeddings().weight.device
+        """Device where input ids go, that of the embedding; a model split by `device_map` has others too."""
+        from geomlib.attention import input_device
+
+        return input_device(self.hf)
 
     @property
     def max_length(self) -> int | None:
@@ -140,49 +149,85 @@ class Model:
     def fingerprint(self) -> str:
         """Short string that changes when the weights may have: "org/name@commit" or "sha256:..."."""
         if self.revision:
-            return f"{self.name}@{self.revision[:12]}"
+            return f"{self.name.partition('@')[0]}@{self.revision[:12]}"
         content = json.dumps(self.sha256, sort_keys=True).encode()
         return f"sha256:{hashlib.sha256(content).hexdigest()[:16]}"
 
 
-def load_model(name: str, revision: str | None = None, dtype=None, device=None, check: bool = True, **kwargs) -> Model:
+def load_model(
+    name: str,
+    revision: str | None = None,
+    dtype=None,
+    device=None,
+    check: bool = True,
+    bits: int | None = None,
+    **kwargs,
+) -> Model:
     """Loads an embedded model, a Hugging Face model or a local folder, looked for in this order.
 
     Args:
-        name: a key of `EMBEDDED`, a hub id such as "Qwen/Qwen3-0.6B", or a folder with config.json.
+        name: a key of `EMBEDDED`, a hub id such as "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B@main" (with its revision), or a
+            folder with config.json.
         revision: branch, tag or commit of a hub model.
         dtype: torch dtype or its name; float32 on a CPU and bfloat16 elsewhere if None.
         device: "cpu", "cuda", "cuda:1"...; the GPU if there is one if None.
         check: verify on one short input that geomlib's attention equals the model's own.
+        bits: 8 or 4: weights in so many bits by bitsandbytes, if it is installed (8: LLM.int8; 4: nf4). They are read only.
         **kwargs: handed to `from_pretrained`, such as `device_map` (then without `device`).
+
+    What is not given of dtype, device, device_map and bits is taken from the environment variable GEOMLIB_LOAD, a JSON object
+    such as {"dtype": "bfloat16", "device_map": "auto"}.
 
     Raises:
         GeomlibError: unknown name, no network, gated or missing repository, not a causal language model, no tokenizer.
     """
     name = str(name)
+    dtype, device, bits, kwargs = _with_defaults(dtype, device, bits, kwargs)
     if name in EMBEDDED:
         _refuse_revision(name, revision)
         folder, source = embedded_folder(name), EMBEDDED[name].source
         sha256, note = {source.file: source.sha256}, EMBEDDED[name].note
-        hf, tokenizer = _load(name, str(folder), None, dtype, device, kwargs)
+        hf, tokenizer = _load(name, str(folder), None, dtype, device, bits, kwargs)
     elif name and Path(name).expanduser().is_dir():  # "" would be the current folder
         _refuse_revision(name, revision)
         folder = Path(name).expanduser()
         if not (folder / "config.json").is_file():
             raise GeomlibError(f"The folder {name} has no config.json: give one written by save_pretrained.")
-        hf, tokenizer = _load(name, str(folder), None, dtype, device, kwargs)
+        hf, tokenizer = _load(name, str(folder), None, dtype, device, bits, kwargs)
         kept = [p for p in sorted(folder.iterdir()) if p.suffix in (*WEIGHTS, ".json", ".model")]
         sha256, note = {p.name: file_sha256(p) for p in kept}, ""
     else:
-        revision, path = _hub_commit(name, revision)
-        hf, tokenizer = _load(name, path, revision, dtype, device, kwargs)
+        revision, path = _hub_commit(*_at_revision(name, revision))
+        hf, tokenizer = _load(name, path, revision, dtype, device, bits, kwargs)
         sha256, note = None, ""
-    model = Model(name, hf, tokenizer, revision, sha256, note)
+    model = Model(name, hf, tokenizer, revision, sha256, _note(hf, note))
     if check:
         from geomlib.attention import self_check
 
-        self_check(model.hf)
+        model.checked = self_check(model.hf)
     return model
+
+
+def _at_revision(name: str, revision: str | None) -> tuple[str, str | None]:
+    """The id and the revision of "org/name@revision"."""
+    plain, _, mark = name.partition("@")
+    if not mark:
+        return name, revision
+    if plain in EMBEDDED or Path(plain).expanduser().is_dir():
+        _refuse_revision(plain, mark)
+    if revision not in (None, mark):
+        raise GeomlibError(f"{name} and revision {revision} name two revisions: give one of them.")
+    return plain, mark
+
+
+def _note(hf, note: str) -> str:
+    """What a reader of the numbers has to know, besides what is known of the source."""
+    import torch
+
+    bits = _bits_of(hf.config)
+    weights = (f"{bits}-bit weights" if bits else "packed weights") if getattr(hf, "is_quantized", False) else ""
+    dtype = "" if hf.dtype == torch.float32 else f"in {str(hf.dtype).removeprefix('torch.')}"
+    return "; ".join(filter(None, [note, weights, dtype]))
 
 
 def _refuse_revision(name: str, revision: str | None) -> None:
@@ -258,16 +303,43 @@ def _verify(folder: Path, embedded: Embedded) -> bool:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def _load(name: str, path: str, commit: str | None, dtype, device, kwargs: dict) -> tuple[Any, Any]:
+def _with_defaults(dtype, device, bits: int | None, kwargs: dict) -> tuple:
+    """What was given, and what the environment says for the rest."""
+    text = os.environ.get(LOAD)
+    if not text:
+        return dtype, device, bits, kwargs
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict) or (wrong := sorted(set(given) - set(LOAD_KEYS))):
+        what = f"has the key {wrong[0]!r}" if isinstance(given, dict) else "is no JSON object"
+        raise GeomlibError(
+            f'{LOAD} {what}: give {", ".join(LOAD_KEYS)} as in {{"dtype": "bfloat16", "device_map": "auto"}}, or unset it.'
+        )
+    dtype = given.get("dtype") if dtype is None else dtype
+    if bits is None and kwargs.get("quantization_config") is None:
+        bits = given.get("bits")
+    if device is None and kwargs.get("device_map") is None:
+        device, kwargs = given.get("device"), kwargs | {"device_map": given.get("device_map")}
+    return dtype, device, bits, kwargs
+
+
+def _load(name: str, path: str, commit: str | None, dtype, device, bits: int | None, kwargs: dict) -> tuple[Any, Any]:
     """Loads model and tokenizer from a folder, or from the hub at a commit."""
     import torch
     import transformers
 
     dtype, device = _placement(dtype, device, kwargs)
+    kwargs = {k: v for k, v in kwargs.items() if k != "device_map" or v is not None}
     common = {"revision": commit, "trust_remote_code": False} if commit else {"trust_remote_code": False}
     with _quiet(), _one_sentence(name):
         config = transformers.AutoConfig.from_pretrained(path, **common)
         _refuse_other_than_causal(name, config)
+        packed = _packed(name, config, bits, dtype)
+        if packed or _stored(config):  # such weights are not moved afterwards
+            kwargs = {"device_map": {"": device}} | packed | kwargs
+            logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # each product says that it rounds to float16
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **common)
         if not len(tokenizer):  # what `transformers` makes of a folder without tokenizer files
             raise GeomlibError(f"{name} has no tokenizer: save its tokenizer beside the model with save_pretrained.")
@@ -288,6 +360,42 @@ def _load(name: str, path: str, commit: str | None, dtype, device, kwargs: dict)
     if isinstance(dtype, torch.dtype) and not getattr(hf, "is_quantized", False) and hf.dtype != dtype:
         hf = hf.to(dtype)
     return hf.eval().requires_grad_(False), tokenizer
+
+
+def _packed(name: str, config, bits: int | None, dtype) -> dict:
+    """The argument of `from_pretrained` that packs weights into `bits`; nothing where they are packed already."""
+    import torch
+    import transformers
+
+    if bits not in (None, 4, 8):
+        raise GeomlibError(f"bits = {bits!r} is not usable: give 8 or 4, or leave it out.")
+    stored = _stored(config)
+    if stored and bits not in (None, _bits_of(config)):
+        raise GeomlibError(f"the weights of {name} are packed already: leave bits out.")
+    theirs = "bitsandbytes" in str(_stored(config).get("quant_method"))
+    if (bits or theirs) and importlib.util.find_spec("bitsandbytes") is None:
+        raise GeomlibError(
+            f"{name} in {bits or _bits_of(config)} bits needs bitsandbytes: pip install bitsandbytes, or choose unpacked weights."
+        )
+    if stored or not bits:
+        return {}
+    # The products of 4-bit weights are in the model's own precision.
+    compute = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": compute}
+    settings = {"load_in_8bit": True} if bits == 8 else four
+    return {"quantization_config": transformers.BitsAndBytesConfig(**settings)}
+
+
+def _stored(config) -> dict:
+    """How weights are packed, as the config tells it; {} where they are not."""
+    stored = getattr(config, "quantization_config", None) or {}
+    return stored if isinstance(stored, dict) else stored.to_dict()
+
+
+def _bits_of(config) -> int | None:
+    """Bits of packed weights, None where the config does not say."""
+    stored = _stored(config)
+    return 8 if stored.get("load_in_8bit") else 4 if stored.get("load_in_4bit") else stored.get("bits")
 
 
 def _placement(dtype, device, kwargs: dict):
@@ -320,8 +428,11 @@ def _refuse_other_than_causal(name: str, config) -> None:
 
     causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     architectures = getattr(config, "architectures", None) or []
-    known = config.model_type in causal
-    named = any(a in causal.values() for a in architectures) or not architectures
+    known = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    names = set(causal.values())
+    if known and config.model_type not in causal:  # registered with AutoModelForCausalLM by the user
+        names.add(auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__)
+    named = any(a in names for a in architectures) or not architectures
     # BERT's relatives are decoders only when their config says so.
     encoder = config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
     if not known or not named or encoder or getattr(config, "is_encoder_decoder", False):
@@ -348,11 +459,26 @@ def _quiet() -> Iterator[None]:
 # --- the hub ----------------------------------------------------------------------------------------------------------
 
 
-def _hub_commit(name: str, revision: str | None) -> tuple[str, str]:
-    """The commit that `revision` means today, and where to load it from: the hub, or its cache where it is not reached.
+def pinned(name: str, revision: str | None = None) -> str:
+    """The name under which other processes load this very model: a hub model's with its commit (org/name@commit), a folder's
+    whole path. An embedded model is fetched."""
+    if name in EMBEDDED or (name and Path(name).expanduser().is_dir()):
+        _refuse_revision(name, revision)
+        if name in EMBEDDED:
+            embedded_folder(name)
+            return name
+        return str(Path(name).expanduser().absolute())
+    plain, _, mark = name.partition("@")
+    if mark and revision and mark != revision:
+        raise GeomlibError(f"{name} and --revision {revision} name two revisions: give one of them.")
+    return f"{plain}@{_hub_commit(plain, mark or revision)[0]}"
 
-    Without a network everything is loaded from the cached snapshot as from a folder, since `transformers` would ask for
-    each of a dozen optional files, and retry.
+
+def _hub_commit(name: str, revision: str | None) -> tuple[str, str]:
+    """The commit that `revision` means today, and where to load it from: the folder of the hub's cache with its files.
+
+    All files are fetched and checked here, because `transformers` goes on without an optional file that does not arrive, such
+    as the tokenizer's settings with its BOS. Where the hub is not reached, the files that are there serve.
     """
     import huggingface_hub as hub
 
@@ -363,66 +489,184 @@ def _hub_commit(name: str, revision: str | None) -> tuple[str, str]:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         raise unknown
     with _one_sentence(name, None if "/" in name else unknown):
-        url = hub.hf_hub_url(name, "config.json", revision=revision)
+        there = hub.try_to_load_from_cache(name, "config.json", revision=revision)
+        folder = Path(there).parent if isinstance(there, str) else None
+        whole = folder is not None and _has_weights(folder)
         try:
-            # One plain request first: the downloads below it would retry for a minute without a network.
-            hub.get_hf_file_metadata(url, timeout=5)
+            info = hub_info("model", name, revision, patient=not whole)
         except Exception:
-            cached = hub.try_to_load_from_cache(name, "config.json", revision=revision)
-            if isinstance(cached, str) and any(p.suffix in WEIGHTS for p in Path(cached).parent.iterdir()):
-                return Path(cached).parent.name, str(Path(cached).parent)
+            if whole:
+                return folder.name, str(folder)
             raise
-        # The download also notes in the hub's own cache which commit the revision meant, for a time without network.
-        return Path(hub.hf_hub_download(name, "config.json", revision=revision)).parent.name, name
+        commit, files = info["sha"], {f["rfilename"]: f for f in info["siblings"]}
+        # Under its own name first: so the hub's cache notes which commit the revision meant, for a time without network.
+        first = [revision] if folder is None or folder.name != commit else []
+        for named in (*first, commit):
+            config = hub_file("model", name, files, "config.json", named)
+        return commit, _fetch(name, commit, files, config.parent)
+
+
+def _fetch(name: str, commit: str, files: dict[str, dict], folder: Path) -> str:
+    """Fetches what loading needs into the folder of the hub's cache; gives that, or `name` where `transformers` has to choose."""
+    import transformers
+
+    with _quiet():
+        for file in files:
+            if "/" not in file and file.endswith((".json", ".jinja", ".model", ".tiktoken", ".txt")):
+                hub_file("model", name, files, file, commit)
+        _refuse_other_than_causal(name, transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    weights = _weights(folder, files)
+    missing = sum((files.get(w) or {}).get("size") or 0 for w in weights if not (folder / w).exists())
+    if missing:
+        print(f"geomlib: fetching {name} ({missing / 1e6:.0f} MB, once)", file=sys.stderr)
+    for file in weights:
+        hub_file("model", name, files, file, commit)
+    return str(folder) if weights else name
+
+
+def _weights(folder: Path, names) -> list[str]:
+    """Of these names the files of weights that `from_pretrained` reads; none if they have unusual names."""
+    for one in ("model.safetensors", "pytorch_model.bin"):
+        if one in names:
+            return [one]
+        if f"{one}.index.json" in names:
+            return sorted(set(json.loads((folder / f"{one}.index.json").read_text())["weight_map"].values()))
+    return []
+
+
+def _has_weights(folder: Path) -> bool:
+    names = {p.name for p in folder.iterdir() if p.exists()}  # not a link into nothing
+    try:
+        return any(Path(n).suffix in WEIGHTS for n in names) and names.issuperset(_weights(folder, names))
+    except (ValueError, KeyError):  # of a damaged index
+        return False
+
+
+def hub_info(kind: str, name: str, revision: str | None, patient: bool = True) -> dict:
+    """What the hub says of a "model" or "dataset": "sha", the commit of `revision`, and "siblings", its files.
+
+    Asked once, because the hub's client would retry for minutes without a network; if `patient`, up to five times more as
+    long as the hub answers that it is busy.
+    """
+    from huggingface_hub import constants, utils
+
+    url = f"{constants.ENDPOINT}/api/{kind}s/{name}/revision/{quote(revision or 'main', safe='')}?blobs=true"
+    answer = utils.http_backoff(
+        "GET", url, headers=utils.build_hf_headers(), timeout=5, max_retries=5 if patient else 0, retry_on_exceptions=()
+    )
+    utils.hf_raise_for_status(answer)
+    try:
+        return answer.json()
+    except ValueError as e:  # a page to log in to a network, with status 200
+        raise ConnectionError("something else than the hub answers") from e
+
+
+def hub_file(kind: str, name: str, files: dict[str, dict], file: str, revision: str | None) -> Path:
+    """The path of a file in the hub's cache, fetched first if it is not there, compared with what the hub lists as `files`.
+
+    A connection that breaks and a file that comes damaged are tried three times; a damaged one never stays in the cache.
+    """
+    import huggingface_hub as hub
+
+    for attempt in range(3):
+        there = hub.try_to_load_from_cache(name, file, revision=revision, repo_type=kind)
+        try:
+            path = Path(hub.hf_hub_download(name, file, revision=revision, repo_type=kind))
+        except Exception as e:
+            if attempt < 2 and type(e).__name__ == "ReadError":  # the one that the hub's client itself does not retry
+                continue
+            raise
+        if _is_listed(path, files.get(file, {}), new=not isinstance(there, str)):
+            return path
+        path.resolve().unlink()  # the content, which the name in the snapshot links to
+        path.unlink(missing_ok=True)
+    raise GeomlibError(
+        f"{file} of {name} came damaged three times and was not kept: try again later, or through another network."
+    )
+
+
+def _is_listed(path: Path, listed: dict, new: bool) -> bool:
+    """Whether a file is what the hub lists: its size, and its hash if it is new."""
+    size, lfs, oid = (listed.get(k) for k in ("size", "lfs", "blobId"))
+    if size is not None and path.stat().st_size != size:
+        return False
+    if lfs:
+        return not new or file_sha256(path) == lfs["sha256"]
+    return not oid or hashlib.sha1(b"blob %d\0" % size + path.read_bytes()).hexdigest() == oid  # as git names it
 
 
 @contextmanager
 def _one_sentence(name: str, unknown: GeomlibError | None = None) -> Iterator[None]:
     """Turns what `transformers` and the hub raise into one sentence that says what to do next."""
     from huggingface_hub import errors as hub
+    from safetensors import SafetensorError
 
     try:
         yield
     except GeomlibError:
         raise
     except Exception as e:
-        chain = [e]
-        while chain[-1].__cause__ or chain[-1].__context__:
-            chain.append(chain[-1].__cause__ or chain[-1].__context__)
-
-        def is_a(*types) -> bool:
-            return any(isinstance(x, types) for x in chain)
-
-        status = next((x.response.status_code for x in chain if getattr(x, "response", None) is not None), None)
-        if is_a(hub.GatedRepoError):
-            text = f"{name} is gated: accept its terms on its model page, then set HF_TOKEN to a token of that account."
-        elif unknown:
+        instead = f"use an embedded model ({', '.join(EMBEDDED)}) or a local folder"
+        if unknown and not _is_a(e, hub.GatedRepoError):
             raise unknown from e
-        elif is_a(hub.RepositoryNotFoundError) or status == 401:
-            text = f"The hub has no public model {name}: check the id, or set HF_TOKEN if it is private."
-        elif is_a(hub.RevisionNotFoundError):
-            text = f"{name} has no such revision: check it on the model page."
-        elif is_a(hub.EntryNotFoundError) and not is_a(hub.LocalEntryNotFoundError):
+        if text := hub_sentence(e, name, "model", instead):
+            pass
+        elif _is_a(e, hub.EntryNotFoundError) and not _is_a(e, hub.LocalEntryNotFoundError):
             text = f"{name} has no file that transformers can load ({_first_line(e)}): choose another model."
-        elif is_a(ConnectionError, hub.OfflineModeIsEnabled, hub.LocalEntryNotFoundError) or _no_network(chain):
-            text = (
-                f"The model hub cannot be reached for {name}: connect to the network, or use an embedded model "
-                f"({', '.join(EMBEDDED)}) or a local folder."
-            )
         elif "trust_remote_code" in str(e):
             text = (
                 f"{name} needs code from its repository, which geomlib never runs: choose a model of transformers' own."
             )
-        elif isinstance(e, (OSError, ValueError, ImportError, KeyError)):
+        elif isinstance(e, (OSError, ValueError, ImportError, KeyError, SafetensorError)):
             text = f"{name} cannot be loaded ({_first_line(e)}): check the model, or choose another."
         else:
             raise
         raise GeomlibError(text) from e
 
 
-def _no_network(chain: list) -> bool:
-    # httpx's errors, whichever of its successors the hub's client is built on.
-    return any(k.__name__ in ("TransportError", "TimeoutException") for x in chain for k in type(x).__mro__)
+def hub_sentence(e: Exception, name: str, kind: str, instead: str) -> str | None:
+    """What to do about a "model" or "dataset" that the hub refuses or does not deliver; None if it is not the hub's doing."""
+    from huggingface_hub import errors as hub
+    from huggingface_hub import get_token
+
+    answers = [x.response for x in _chain(e) if getattr(x, "response", None) is not None]
+    status = answers[0].status_code if answers else None
+    if _is_a(e, hub.GatedRepoError) and get_token():
+        return (
+            f"{name} is gated and the account of your token has no access: accept its terms on its {kind} page, and wait where "
+            "its owner has to agree."
+        )
+    if _is_a(e, hub.GatedRepoError):
+        return f"{name} is gated: accept its terms on its {kind} page, then set HF_TOKEN to a token of that account."
+    if status == 401 and "Invalid credentials" in (answers[0].headers.get("X-Error-Message") or ""):
+        return f"The hub does not know your token, asked for {name}: set HF_TOKEN to a valid one, or log out with hf auth logout."
+    if _is_a(e, hub.RepositoryNotFoundError) or status == 401:
+        return f"The hub has no public {kind} {name}: check the id, or set HF_TOKEN if it is private."
+    if _is_a(e, hub.RevisionNotFoundError):
+        return f"{name} has no such revision: check it on the {kind} page."
+    if status == 429:
+        return f"The hub limits requests, also for {name}: wait some minutes and run it again, or set HF_TOKEN for a higher limit."
+    if status and status >= 500:
+        return f"The hub has a fault of its own (status {status}) with {name}: try again later, or {instead}."
+    # httpx's errors by their names, whichever of its successors the hub's client is built on.
+    kinds = {k.__name__ for x in _chain(e) for k in type(x).__mro__}
+    if kinds & {"ReadError", "RemoteProtocolError"}:
+        return f"The connection to the hub breaks off at {name}: run it again, or {instead}."
+    if kinds & {"ConnectionError", "LocalEntryNotFoundError", "TransportError", "TimeoutException"}:
+        return f"The model hub cannot be reached for {name}: connect to the network, or {instead}."
+    return None
+
+
+def _chain(e: BaseException) -> list[BaseException]:
+    """An exception and what it came from."""
+    chain = [e]
+    while chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(chain[-1].__cause__ or chain[-1].__context__)
+    return chain
+
+
+def _is_a(e: Exception, *types) -> bool:
+    return any(isinstance(x, types) for x in _chain(e))
 
 
 def _first_line(e: Exception) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from geomlib.attention import _hf, intervene, short_input
+from geomlib.attention import _hf, input_device, intervene, readable, short_input, weights_of
 from geomlib.errors import GeomlibError
 
 _CHUNK = 2048  # of the vocabulary: logits of this many tokens at once stay in the processor's cache
@@ -38,7 +38,7 @@ def nll(model, windows: Sequence, head_mask: torch.Tensor | None = None) -> pd.D
 
 
 def input_ids(hf, window) -> torch.Tensor:
-    return torch.tensor([window.input_ids], device=hf.get_input_embeddings().weight.device)
+    return torch.tensor([window.input_ids], device=input_device(hf))
 
 
 def mean(scores: torch.Tensor) -> float:
@@ -70,7 +70,9 @@ def score(hf, ids: torch.Tensor) -> torch.Tensor:
             short = short_input(hf)
             with torch.no_grad():
                 own, noise = _own_nll(hf, short), NOISE[hf.dtype]
-                _plain[hf] = torch.allclose(_vocabulary_nll(hf, short), own, atol=noise, rtol=noise)
+                _plain[hf] = readable(hf.get_output_embeddings()) and torch.allclose(
+                    _vocabulary_nll(hf, short).to(own.device), own, atol=noise, rtol=noise
+                )
         return _vocabulary_nll(hf, ids) if _plain[hf] else _own_nll(hf, ids)
 
 
@@ -84,8 +86,7 @@ def _own_nll(hf, ids):
 def _vocabulary_nll(hf, ids):
     """From the last hidden states, a piece of the vocabulary at a time; final soft-capping is applied where the config has it."""
     hidden = hf.base_model(input_ids=ids, use_cache=False)[0][:, :-1]
-    head = hf.get_output_embeddings()
-    weight, bias = head.weight, getattr(head, "bias", None)
+    weight, bias = weights_of(hf.get_output_embeddings())
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     hidden, targets = hidden.to(weight.device), ids[:, 1:].to(weight.device)
     cap = getattr(hf.config.get_text_config(), "final_logit_softcapping", None)

@@ -1,4 +1,4 @@
-"""Running the book's notebooks: with one's own parameters, or anew in place.
+"""The book's notebooks: which there are, what parameters they take, and executing them anew in place.
 
 papermill takes any parameter and warns at most; here names that a notebook lacks and values of another type are
 refused before anything runs.
@@ -7,16 +7,17 @@ refused before anything runs.
 import ast
 import hashlib
 import json
-import sys
 from pathlib import Path
 
 import nbformat
-import papermill
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from traitlets.config import Config
 
 from geomlib.errors import GeomlibError
 
+# Sockets in the file system: no ports to clash, nothing on the network.
+KERNEL = Config({"KernelManager": {"transport": "ipc"}})
 _CELL_SECONDS = 1800
 _WORDS = {
     int: "a whole number",
@@ -92,48 +93,26 @@ def check_parameters(notebook: Path, values: dict) -> None:
             )
 
 
-def run_notebooks(names: list[str], values: dict, out: Path) -> list[str]:
-    """Execute notebooks through papermill into `out`; returns the names of those that failed.
-
-    A parameter that only some of the notebooks have goes to these; one that none has is refused before anything runs.
-    A failing notebook leaves its executed copy with the error and does not stop the others.
-    """
-    books = chapters(names)
-    known = {b: parameters(b) for b in books}
-    for name in values:
-        if not any(name in k for k in known.values()):
-            every = sorted({n for k in known.values() for n in k})
-            raise GeomlibError(f"no chapter has a parameter {name}: known are {', '.join(every)}.")
-    chosen = {b: {n: v for n, v in values.items() if n in known[b]} for b in books}
-    for book, given in chosen.items():
-        check_parameters(book, given)
-    out.mkdir(parents=True, exist_ok=True)
-    failed = []
-    for book, given in chosen.items():
-        print(f"{book.stem} ...", file=sys.stderr, flush=True)
-        try:
-            papermill.execute_notebook(
-                str(book), str(out / book.name), parameters=given, cwd=str(out), kernel_name="python3",
-                progress_bar=False, execution_timeout=_CELL_SECONDS,
-            )  # fmt: skip
-        except papermill.PapermillExecutionError as e:
-            print(f"{book.stem} failed: {e.ename}: {e.evalue}", file=sys.stderr)
-            failed.append(book.stem)
-        except (DeadKernelError, CellTimeoutError) as e:  # out of memory, or of time
-            print(f"{book.stem} failed: {str(e).strip().splitlines()[0]}", file=sys.stderr)
-            failed.append(book.stem)
-    return failed
-
-
 # What no output depends on.
-_NO_SOURCE = ("cli.py", "fetch.py", "notebooks.py")
+_NO_SOURCE = ("cli.py", "cluster.py", "estimate.py", "fetch.py", "notebooks.py", "runs.py")
 
 
-def _sources_hash(book: Path) -> str:
-    """Changes when the notebook's cells or the library behind them do."""
+def _code() -> bytes:
+    return b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.rglob("*.py")) if p.name not in _NO_SOURCE)
+
+
+def code_hash() -> str:
+    """Changes when the library behind the notebooks does."""
+    return hashlib.sha256(_code()).hexdigest()[:16]
+
+
+def sources_hash(book: Path) -> str:
+    """Changes when the notebook's cells or the library behind them do, or, of one that reads them, the runs of the book."""
     cells = [(c.cell_type, c.source) for c in nbformat.read(book, as_version=4).cells]
-    code = [p.read_bytes() for p in sorted(Path(__file__).parent.rglob("*.py")) if p.name not in _NO_SOURCE]
-    return hashlib.sha256(json.dumps(cells).encode() + b"".join(code)).hexdigest()[:16]
+    content = json.dumps(cells).encode() + _code()
+    if "runs" in parameters(book):
+        content += b"".join(p.read_bytes() for p in sorted(book.parent.parent.glob("book/runs/*/*")))
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _join_streams(cell) -> None:
@@ -156,7 +135,7 @@ def regenerate(names: list[str]) -> None:
     in git is a difference in content.
     """
     for book in chapters(names):
-        sources = _sources_hash(book)
+        sources = sources_hash(book)
         if not names and nbformat.read(book, as_version=4).metadata.get("geomlib_sources") == sources:
             print(f"{book.stem}: up to date")
             continue
@@ -164,7 +143,10 @@ def regenerate(names: list[str]) -> None:
         notebook = nbformat.read(book, as_version=4)
         place = {"metadata": {"path": str(folder().parent)}}
         try:
-            NotebookClient(notebook, timeout=_CELL_SECONDS, kernel_name="python3", resources=place).execute()
+            client = NotebookClient(
+                notebook, timeout=_CELL_SECONDS, kernel_name="python3", resources=place, config=KERNEL
+            )
+            client.execute()
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as e:
             last = str(e).strip().splitlines()[-1]
             raise GeomlibError(f"{book.stem} failed ({last}): the committed notebook is as it was.") from e

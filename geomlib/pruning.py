@@ -26,7 +26,7 @@ from geomlib import sparsify
 from geomlib.attention import _hf, intervene, output_projections, short_input
 from geomlib.errors import GeomlibError
 from geomlib.models import _quiet, load_model
-from geomlib.nll import evaluating
+from geomlib.nll import evaluating, input_ids
 
 RECORD = (
     "geomlib_pruned"  # the key in config.json: {"removed": [[layer, head], ...], "cut": {layer: [query heads left]}}
@@ -85,12 +85,18 @@ def prune(model, heads: Sequence[tuple[int, int]], cut: bool = True):
         return small
     note = "; ".join(filter(None, [model.note, f"without {len(gone)} of {layers * count} query heads"]))
     source = model.sha256 or {"commit": model.revision or ""}
-    return replace(model, hf=small, revision=None, sha256=source | {"removed": json.dumps(record)}, note=note)
+    return replace(
+        model, hf=small, revision=None, sha256=source | {"removed": json.dumps(record)}, note=note, checked=""
+    )
 
 
 def _check(hf: PreTrainedModel) -> None:
     if getattr(hf, "is_quantized", False) or getattr(hf.config, "quantization_config", None):
         raise GeomlibError("quantised weights cannot be pruned: load the model dequantised, in float32 or bfloat16.")
+    if any(p.device.type == "meta" for p in hf.parameters()):
+        raise GeomlibError(
+            "some of the weights are offloaded by the device_map: load the model whole, without one, to prune it."
+        )
     if getattr(hf.config, RECORD, None):
         raise GeomlibError("the model is pruned already: prune the one that it was made from, with all heads at once.")
 
@@ -317,7 +323,7 @@ def export(
 @torch.no_grad()
 def _seconds(hf: PreTrainedModel, window, repeats: int = 3) -> float:
     """Median time of a forward pass without logits."""
-    ids = torch.tensor([window.input_ids], device=hf.get_input_embeddings().weight.device)
+    ids = input_ids(hf, window)
     times = []
     for _ in range(repeats + 1):  # the first warms up
         start = time.perf_counter()

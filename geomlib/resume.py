@@ -11,16 +11,16 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from geomlib.attention import intervene, output_projections, short_input
+from geomlib.attention import intervene, output_projections, readable, short_input, weights_of
 from geomlib.nll import NOISE, evaluating, score
 
 
 def head_columns(projection: torch.nn.Module, heads: int) -> torch.Tensor:
     """W_O of each query head, (query head, dim, hidden): z @ columns is what the head adds to the layer's output."""
-    weight = projection.weight
+    weight, _ = weights_of(projection)
     if isinstance(projection, Conv1D):  # stored transposed to Linear
         columns = weight
-    elif isinstance(projection, torch.nn.Linear) and weight.is_floating_point():
+    elif isinstance(projection, torch.nn.Linear) and readable(projection):
         columns = weight.T
     else:  # packed weights: what the projection does to each basis vector
         size = projection.in_features

@@ -1,39 +1,43 @@
-"""A Study: everything that decides a number, its results on disk, and the loop that fills them.
+"""A Study: everything that decides a number, and the loop that fills its tables.
 
-One Parquet file per window, written whole or not at all and skipped when already there, so a study can be killed
-anywhere and run again: it continues, and its tables are those of an uninterrupted run.
+One Parquet file per window (`store`), skipped when already there, so a study can be killed anywhere and run again: it
+continues, and its tables are those of an uninterrupted run.
 """
 
-import errno
 import hashlib
 import json
 import os
 import platform
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from tqdm import tqdm
 
-from geomlib import separability, sink, sparsify, taxonomy, theory
+from geomlib import progress as bars
+from geomlib import separability, sink, sparsify, store, taxonomy, theory
 from geomlib.attention import observe
 from geomlib.controls import RANDOM_RANKINGS
-from geomlib.corpora import Window, load_corpus, take_windows, text_corpus
+from geomlib.corpora import Corpus, Document, Window, detokenise_wikitext, load_corpus, take_windows, text_corpus
 from geomlib.errors import GeomlibError
 from geomlib.geometry import SIZES
 from geomlib.models import Model, load_model
+from geomlib.store import place, read, results_root, stamp_of
 
 FORMAT = 1  # of the tables; raise it when their meaning changes
 # The modules that decide a number, whatever is measured: results of other code are never continued or mixed.
-_CODE = ("_kernels", "attention", "corpora", "geometry", "models", "study", "tables")
+_CODE = ("_kernels", "attention", "corpora", "geometry", "models", "store", "study", "tables")
+
+
+# Of windows that share a forward pass on a GPU: as many tokens as fill its products, and no more windows than one would
+# want to lose to a kill.
+_PASS_TOKENS, _PASS_WINDOWS = 4096, 16
 
 
 class _Analysis(NamedTuple):
@@ -106,12 +110,27 @@ ANALYSES = {
     ),
 }
 
+# As they were when this process read them: a worker or a kernel goes on with the code that it has imported.
+_SOURCES = {
+    m: (Path(__file__).parent / f"{m}.py").read_bytes()
+    for m in {*_CODE, *(m for analysis in ANALYSES.values() for m in analysis.code)}
+}
+
+
+class Job(NamedTuple):
+    """What is missing of one window: the analyses, and the file that each of them writes."""
+
+    file: str
+    window: Window
+    names: list[str]
+
 
 class Study(BaseModel):
     """What is measured, on what: a frozen record whose fields are the notebooks' parameters.
 
     A window is one document's; `queries` is "all" or "last" (the paper's protocol); `bins` equal bins of query
-    position; `text` is a file of one's own that takes the place of `corpus`; `skip` leaves out the first windows that the
+    position; `text` is a file of one's own that takes the place of `corpus`; `detokenise` undoes WikiText's spaced
+    punctuation in either; `skip` leaves out the first windows that the
     seed draws, so that what was chosen on these is judged on others.
     """
 
@@ -176,17 +195,22 @@ class Study(BaseModel):
         retentions: Sequence[float] = sparsify.RETENTIONS,
         in_sample: bool = False,
         published: bool = False,
+        scheduler: str | None = None,
+        batch: int | None = None,
     ) -> pd.DataFrame | dict[str, pd.DataFrame]:
         """Measure what is not there yet and return the whole table (columns: `ANALYSES[name].schema`).
 
         Args:
-            out: folder of the results; None: `results_root()` / the study's key.
+            out: folder of the results; None: `results_root()` / the study's key. One process at a time measures into it.
             model: the loaded model, to load it once for several studies; None: load it.
-            progress: show a bar with the time left (on a terminal).
+            progress: show a bar with the time left (on a terminal; a file that $GEOMLIB_PROGRESS names gets it in any case).
             analyses: names of `ANALYSES`. Those that observe share each window's forward pass; several give a dict of tables.
             orders, retentions, in_sample: of the analysis "retention", as `sparsify.retention_curve` takes them.
             published: take tables that come with the book where it has this very study, of the same model files and windows,
                 whatever version of the library measured them; recompute some of them (`sparsify.recomputed`).
+            scheduler: address (tcp://...) of a Dask scheduler whose workers measure; None: $GEOMLIB_SCHEDULER, else here.
+            batch: how many windows share a forward pass, which changes no number beyond rounding; None: one on a CPU (and on a
+                cluster), what fits on a GPU.
 
         Raises:
             GeomlibError: bad input, a folder that holds another study, a full disk, NaN in the model. What was
@@ -195,6 +219,8 @@ class Study(BaseModel):
         names = [analyses] if isinstance(analyses, str) else list(analyses or [])
         for name in names or [None]:
             _known(name)
+        if batch is not None and batch < 1:
+            raise GeomlibError(f"batch = {batch} is not usable: give a whole number of windows, 1 or more.")
         model, corpus, windows, skipped = self._inputs(model)
         asked = {}
         if "retention" in names:
@@ -203,37 +229,57 @@ class Study(BaseModel):
         marks = {n: _mark(asked[n]) if n in asked else "" for n in names}
         record = self._record(model, corpus, windows, skipped)
         if published and (found := _published(record, marks)):
+            if out is None and os.environ.get("GEOMLIB_RESULTS"):  # a run's folder is complete by itself
+                store.copy(found, results_root() / json.loads((found / "study.json").read_text())["key"], marks)
             tables = {n: load_table(found, n, marks[n], any_code=True) for n in names}
             return tables[analyses] if isinstance(analyses, str) else tables
         folder = Path(out) if out is not None else results_root() / record["key"]
-        _claim(folder, record)
-        todo, stamps = [], {n: _stamp(n, record["key"], marks[n]) for n in names}
-        for i, window in enumerate(windows):
-            missing = [n for n in names if _read(_place(folder, n, marks[n]) / _file(i, window), stamps[n]) is None]
-            if missing:
-                todo.append((_file(i, window), window, missing))
-        units = sum(_units(missing) for _, _, missing in todo)
-        bar = tqdm(
-            total=units * model.layers, disable=None if progress else True, unit="layer", desc=model.name,
-            bar_format="{l_bar}{bar}| {n:.0f}/{total_fmt} [{elapsed}<{remaining}]",
-        )  # fmt: skip
-        with bar:
-            for file, window, missing in todo:
-                empty = []
-                for name, table in self._measure(model, window, missing, asked, bar):
-                    if table.empty:
-                        empty.append(name)
-                    else:
-                        _write(table, _place(folder, name, marks[name]) / file, name, stamps[name])
-                for name in empty:  # after what there is has been kept
-                    raise GeomlibError(ANALYSES[name].empty.format(model=model.name, sizes=self.sizes))
+        kept = store.Tables(folder, {n: _stamp(n, record["key"], marks[n]) for n in names}, marks)
+        jobs = [Job(_file(i, w), w, names) for i, w in enumerate(windows)]
+        if not store.holds(folder, record) or _missing(jobs, kept):  # a whole one may lie where nothing can be written
+            with store.locked(folder):
+                store.claim(folder, record)
+                jobs = _missing(jobs, kept)  # anew: another process may have measured some of it
+                scheduler = scheduler or os.environ.get("GEOMLIB_SCHEDULER")
+                if jobs and scheduler:
+                    from geomlib import cluster  # Dask is an extra
+
+                    with bars.bar(len(jobs), "window", model.name, progress) as bar:
+                        cluster.measure(scheduler, self, model, record, kept, _chunks(jobs, batch or 1), asked, bar)
+                elif jobs:
+                    units = sum(_units(job.names) for job in jobs)
+                    with bars.bar(units * model.layers, "layer", model.name, progress) as bar:
+                        for chunk in _chunks(jobs, batch or self._batch(model)):
+                            self.fill(model, chunk, asked, kept, bar)
         tables = {name: load_table(folder, name, marks[name]) for name in names}
         return tables[analyses] if isinstance(analyses, str) else tables
+
+    def fill(self, model: Model, jobs: list[Job], asked: dict, kept: store.Tables, bar) -> None:
+        """Measure and write what is missing of these windows, which share their forward passes."""
+        empty = []
+        for job, name, table in self._measure(model, jobs, asked, bar):
+            if table.empty:
+                empty.append(name)
+            else:
+                check_table(table, name)
+                kept.keep(table, name, job.file)
+        for name in empty:  # after what there is has been kept
+            raise GeomlibError(ANALYSES[name].empty.format(model=model.name, sizes=self.sizes))
+
+    def _batch(self, model: Model) -> int:
+        """Windows that share a forward pass unless told. On a CPU one: eight short ones together save a tenth of the time, and a
+        kill would lose eight."""
+        if model.device.type != "cuda":
+            return 1
+        width = model.config.hidden_size + (getattr(model.config, "intermediate_size", None) or 0)
+        # A layer holds a few tensors of this width at once; a quarter of what is free is for them, the rest for observers.
+        fit = torch.cuda.mem_get_info(model.device)[0] // 4 // (self.length * 8 * width * 4)
+        return max(1, min(fit, _PASS_TOKENS // self.length, _PASS_WINDOWS))
 
     def _inputs(self, model: Model | None) -> tuple[Model, Any, list[Window], int]:
         """The model, the text, its windows and how many documents were too short; the text first, so that what is wrong with
         it shows before a model is fetched or loaded."""
-        corpus = text_corpus(self.text) if self.text else load_corpus(self.corpus, detokenise=self.detokenise)
+        corpus = _detokenised_text(self) if self.text else load_corpus(self.corpus, detokenise=self.detokenise)
         if model is None:
             model = load_model(self.model, revision=self.revision, dtype=self.dtype)
         if model.name != self.model:
@@ -256,69 +302,129 @@ class Study(BaseModel):
         """The windows that `run` measures."""
         return self._inputs(model)[2]
 
-    def _measure(self, model: Model, window: Window, names: list[str], asked: dict, bar) -> Iterator[tuple]:
-        """Name and table of each analysis, as soon as it is measured."""
-        alone = [n for n in names if ANALYSES[n].passes]
-        together = [n for n in names if n not in alone]
+    def _measure(self, model: Model, jobs: list[Job], asked: dict, bar) -> Iterator[tuple]:
+        """Job, name and table of each analysis, as soon as it is measured; all jobs lack the same."""
+        alone = [n for n in jobs[0].names if ANALYSES[n].passes]
+        together = [n for n in jobs[0].names if n not in alone]
         if together:
-            yield from self._observed(model, window, together, bar)
-        for name in alone:
-            table = ANALYSES[name].passes(
-                model.hf, [window], lambda share: bar.update(share * model.layers), asked.get(name)
-            )
-            yield name, table.astype({c: t for c, (t, _) in ANALYSES[name].schema.items()})
+            yield from self._observed(model, jobs, together, bar)
+        for job in jobs:
+            for name in alone:
+                table = ANALYSES[name].passes(
+                    model.hf, [job.window], lambda share: bar.update(share * model.layers), asked.get(name)
+                )
+                yield job, name, table.astype({c: t for c, (t, _) in ANALYSES[name].schema.items()})
 
-    def _observed(self, model: Model, window: Window, names: list[str], bar) -> Iterator[tuple]:
-        observers = {n: ANALYSES[n].observer(self, f"{self.seed} {window.document} {window.start}") for n in names}
+    def _observed(self, model: Model, jobs: list[Job], names: list[str], bar) -> Iterator[tuple]:
+        """In one forward pass of all windows, each with observers of its own."""
+        observers = [
+            {n: ANALYSES[n].observer(self, f"{self.seed} {j.window.document} {j.window.start}") for n in names}
+            for j in jobs
+        ]
+        # Those first whose work others take, as `observe` has it for those that it calls itself.
+        ordered = [sorted(o.values(), key=lambda each: not getattr(each, "shares", False)) for o in observers]
+        ticks = 0
 
-        def tick(block):
+        def show(block):
+            nonlocal ticks
+            for observer in ordered[block.batch]:
+                observer(block)
             if block.queries[-1] == self.length - 1:
                 bar.update()
+                ticks += 1
 
-        ids = torch.tensor([window.input_ids], device=model.device)
-        with torch.no_grad(), observe(model, *observers.values(), tick):
-            hidden = model.hf.base_model(input_ids=ids, use_cache=False)[0]  # no logits: the vocabulary is not needed
-        if not torch.isfinite(hidden).all():
-            raise GeomlibError(
-                f"{model.name} gives NaN or infinite numbers after its last layer ({model.layers - 1}): load it in float32."
-            )
-        for name, observer in observers.items():
-            table = observer.table()
-            table.insert(0, "document", window.document)
-            yield name, table.astype({c: t for c, (t, _) in ANALYSES[name].schema.items() if c in table})
+        ids = torch.tensor([j.window.input_ids for j in jobs], device=model.device)
+        try:
+            with torch.no_grad(), observe(model, show):
+                # No logits: the vocabulary is not needed.
+                hidden = model.hf.base_model(input_ids=ids, use_cache=False)[0]
+            if not torch.isfinite(hidden).all():
+                raise GeomlibError(
+                    f"{model.name} gives NaN or infinite numbers after its last layer ({model.layers - 1}): load it in float32."
+                )
+        except (GeomlibError, torch.OutOfMemoryError):
+            if len(jobs) == 1:
+                raise
+            observers = ordered = hidden = None
+        if observers is None:  # one by one: what the others give is kept, and takes less memory
+            bar.update(-ticks)
+            for job in jobs:
+                yield from self._observed(model, [job], names, bar)
+            return
+        for job, found in zip(jobs, observers, strict=True):
+            for name, observer in found.items():
+                table = observer.table()
+                table.insert(0, "document", job.window.document)
+                yield job, name, table.astype({c: t for c, (t, _) in ANALYSES[name].schema.items() if c in table})
 
     def _record(self, model: Model, corpus, windows: list[Window], skipped: int) -> dict:
         """study.json: the fields, and every version and hash behind the numbers."""
         fields = self.model_dump(mode="json")
         if self.text:  # what it says counts, not where it lies
             fields["corpus"], fields["text"] = None, Path(self.text).name
+        elif Path(self.corpus).expanduser().is_file():
+            fields["corpus"] = corpus.name
         record = {
             "study": fields,
-            "model": {
-                "name": model.name, "fingerprint": model.fingerprint, "revision": model.revision, "sha256": model.sha256,
-                "note": model.note, "dtype": str(model.dtype).removeprefix("torch."), "layers": model.layers,
-                "query_heads": model.query_heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim,
-            },
+            "model": model_record(model),
             "corpus": {"name": corpus.name, **corpus.source},
             "windows": [
                 {"document": w.document, "start": w.start, "bos": w.bos, "sha256": _ids_hash(w)} for w in windows
             ],
             "skipped_documents": skipped,
-            "versions": {"python": platform.python_version(), "format": FORMAT, "code": _code(_CODE)}
-            | {p: version(p) for p in ("geomlib", "torch", "transformers", "tokenizers", "numpy", "numba")},
-        }  # fmt: skip
+            "versions": versions(),
+        }
         record["key"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
         return record
 
 
+def model_record(model: Model) -> dict:
+    """What study.json says of the model."""
+    return {
+        "name": model.name, "fingerprint": model.fingerprint, "revision": model.revision, "sha256": model.sha256,
+        "note": model.note, "dtype": str(model.dtype).removeprefix("torch."), "layers": model.layers,
+        "query_heads": model.query_heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim,
+    }  # fmt: skip
+
+
+def versions() -> dict:
+    """Of all that decides a number here."""
+    packages = ("geomlib", "torch", "transformers", "tokenizers", "numpy", "numba")
+    decisive = {"python": platform.python_version(), "format": FORMAT, "code": _code(_CODE)}
+    return decisive | {p: version(p) for p in packages}
+
+
 def _code(modules: Sequence[str]) -> str:
-    code = b"".join((Path(__file__).parent / f"{m}.py").read_bytes() for m in modules)
-    return hashlib.sha256(code).hexdigest()[:16]
+    return hashlib.sha256(b"".join(_SOURCES[m] for m in modules)).hexdigest()[:16]
 
 
-def results_root() -> Path:
-    """Where studies go by themselves: $GEOMLIB_RESULTS, else the folder runs/studies here."""
-    return Path(os.environ.get("GEOMLIB_RESULTS") or Path("runs") / "studies")
+def _detokenised_text(study: Study) -> Corpus:
+    """The text of one's own, without WikiText's spaces if the study says so."""
+    corpus = text_corpus(study.text)
+    if not study.detokenise:
+        return corpus
+
+    def documents() -> Iterator[Document]:
+        return (Document(d.id, detokenise_wikitext(d.text)) for d in corpus.documents())
+
+    return replace(corpus, read=documents, source=corpus.source | {"detokenised": True})
+
+
+def _missing(jobs: Sequence[Job], kept: store.Tables) -> list[Job]:
+    found = [job._replace(names=[n for n in job.names if not kept.has(n, job.file)]) for job in jobs]
+    return [job for job in found if job.names]
+
+
+def _chunks(jobs: Sequence[Job], batch: int) -> Iterator[list[Job]]:
+    """Jobs that follow each other and lack the same, up to `batch` at a time."""
+    chunk = []
+    for job in jobs:
+        if chunk and (len(chunk) == batch or job.names != chunk[0].names):
+            yield chunk
+            chunk = []
+        chunk.append(job)
+    if chunk:
+        yield chunk
 
 
 def load_table(
@@ -340,10 +446,10 @@ def load_table(
             raise GeomlibError(
                 f"{folder} holds {analysis} of {len(found)} sets of orders: run the study with those you want."
             )
-        place = found[0] if found else folder / analysis
+        where = found[0] if found else folder / analysis
     else:
-        place = _place(folder, analysis, mark)
-    files = sorted(place.glob("*.parquet"))
+        where = place(folder, analysis, mark)
+    files = sorted(where.glob("*.parquet"))
     if not files:
         raise GeomlibError(
             f"{folder} holds no finished window of {analysis} yet: run the study with analyses={analysis!r}, it continues."
@@ -353,19 +459,26 @@ def load_table(
         warnings.warn(
             f"{folder} holds {len(files)} of {len(record['windows'])} windows: run the study again.", stacklevel=2
         )
-    stamps = [_stamp_of(f) for f in files]
+    stamps = [stamp_of(f) for f in files]
     mark = (stamps[0] or "").split(" ")[-1] if mark is None else mark
     wanted = _stamp(analysis, record["key"], mark)
     parts = []
     for file, stamp in zip(files, stamps, strict=True):
         same = stamp is not None and (stamp.split(" ")[::2] == wanted.split(" ")[::2] if any_code else stamp == wanted)
-        part = _read(file, stamp) if same else None
+        part = read(file, stamp) if same else None
         parts.append(part)
         if part is None:
             raise GeomlibError(f"{file} is damaged, or of another study or version: remove it and run the study again.")
     table = pd.concat(parts, ignore_index=True)
     check_table(table, analysis)
     return table
+
+
+def load_all(folder: str | Path, analysis: str = "retention") -> pd.DataFrame:
+    """The tables of all sets of orders of a study, of whatever code, one after the other; the same row counts once."""
+    marks = {(stamp_of(f) or "").split(" ")[-1] for f in Path(folder).glob(f"{analysis}-*/*.parquet")}
+    tables = [load_table(folder, analysis, mark, any_code=True) for mark in sorted(marks)]
+    return pd.concat(tables, ignore_index=True).drop_duplicates(["document", "order", "retention"], ignore_index=True)
 
 
 def _known(analysis: str) -> None:
@@ -407,26 +520,6 @@ def _file(index: int, window: Window) -> str:
     return f"{index:05d}-{safe}.parquet"
 
 
-def _claim(folder: Path, record: dict) -> None:
-    """Write study.json, or make sure that the one there is this very study."""
-    path = folder / "study.json"
-    try:
-        there = dict(json.loads(path.read_text())) if path.is_file() else None
-    except (OSError, ValueError, TypeError):
-        raise GeomlibError(f"{path} cannot be read: give another folder, or remove this one.") from None
-    if there is not None:
-        if there.get("key") != record["key"]:
-            parts = [k for k in record if k != "key" and there.get(k) != record[k]]
-            names = [f for f, v in record["study"].items() if there.get("study", {}).get(f) != v] or parts
-            raise GeomlibError(
-                f"{folder} holds another study (it differs in {', '.join(names)}): give another folder, or remove this one."
-            )
-        return
-    with _one_sentence(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        _whole(path, lambda tmp: tmp.write_text(json.dumps(record, indent=1) + "\n"))
-
-
 def _stamp(analysis: str, key: str, mark: str = "") -> str:
     """What a table carries: its study, the code of its analysis (the rest of the code is in the study's key), and the mark of
     what `run` was given for it."""
@@ -439,87 +532,23 @@ def _mark(asked: tuple) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _place(folder: Path, analysis: str, mark: str) -> Path:
-    """Where a table's files are: what was asked for with other orders has a folder of its own."""
-    return folder / (f"{analysis}-{mark[:8]}" if mark else analysis)
-
-
 def _units(names: Sequence[str]) -> int:
     """Turns of the bar that these analyses of one window take, in passes through all layers."""
     return any(ANALYSES[n].passes is None for n in names) + sum(ANALYSES[n].passes is not None for n in names)
 
 
-def _stamp_of(path: Path) -> str | None:
-    """The stamp of a table's file, None where there is none to read."""
-    try:
-        metadata = pq.read_schema(path).metadata if path.is_file() else None
-    except (OSError, pa.ArrowException):
-        return None
-    return ((metadata or {}).get(b"geomlib_study") or b"").decode() or None
-
-
-def _read(path: Path, stamp: str) -> pd.DataFrame | None:
-    """The table of one window, or None unless the file is there, whole, and carries this stamp."""
-    try:
-        table = pq.read_table(path, page_checksum_verification=True) if path.is_file() else None
-    except (OSError, pa.ArrowException):
-        return None
-    mine = table is not None and (table.schema.metadata or {}).get(b"geomlib_study") == stamp.encode()
-    return table.to_pandas() if mine else None
-
-
 def _published(record: dict, marks: dict[str, str]) -> Path | None:
     """The folder under book/studies that holds this study's tables whole, from whatever code; None if there is none."""
     same = [k for k in record if k not in ("versions", "key")]
-    for place in (Path.cwd(), Path(__file__).parent.parent):
-        for path in sorted((place / "book" / "studies").glob("*/study.json")):
+    for root in (Path.cwd(), Path(__file__).parent.parent):
+        for path in sorted((root / "book" / "studies").glob("*/study.json")):
             there = json.loads(path.read_text())
             if any(there.get(k) != record[k] for k in same):
                 continue
             for name, mark in marks.items():
-                stamps = [_stamp_of(f) for f in sorted(_place(path.parent, name, mark).glob("*.parquet"))]
+                stamps = [stamp_of(f) for f in sorted(place(path.parent, name, mark).glob("*.parquet"))]
                 if [s and s.split(" ")[::2] for s in stamps] != [[there["key"], mark]] * len(record["windows"]):
                     break
             else:
                 return path.parent
     return None
-
-
-def _write(table: pd.DataFrame, path: Path, analysis: str, stamp: str) -> None:
-    check_table(table, analysis)
-    arrow = pa.Table.from_pandas(table, preserve_index=False)
-    arrow = arrow.replace_schema_metadata({**(arrow.schema.metadata or {}), b"geomlib_study": stamp.encode()})
-    with _one_sentence(path.parent.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _whole(path, lambda tmp: pq.write_table(arrow, tmp, compression="zstd", write_page_checksum=True))
-
-
-def _whole(path: Path, write) -> None:
-    """Write beside it, flush to disk, then rename: the file is there whole or not at all."""
-    tmp = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(tmp)
-        with open(tmp, "rb+") as handle:
-            os.fsync(handle.fileno())
-        os.replace(tmp, path)
-    finally:
-        tmp.unlink(missing_ok=True)
-
-
-class _one_sentence:
-    """Turns a write that fails into one sentence; what was written before is whole."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, OSError):
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            why = "the disk is full" if full else f"{error.strerror or error}"
-            raise GeomlibError(
-                f"cannot write to {self.folder}: {why}; the windows written before are kept, "
-                f"{'free some space' if full else 'mend it'} and run the same again."
-            ) from error

@@ -204,10 +204,8 @@ class BoundsTable:
         if self.means.queries == "last":
             self._predict(block, exact)
             for sink in (True, False):
-                turned = random_directions(block, self.key, keep_sink=sink)
-                found = separability(
-                    block.weights, block.values, self.means.sizes, visible=block.visible, directions=turned
-                )
+                turned = random_directions(block, self.key, keep_sink=sink).cpu()
+                found = separability(weights, values, self.means.sizes, visible=visible, directions=turned)
                 within = (found.f <= exact[..., 2]).double()
                 columns = [found.precision, found.recall, found.f, within, (found.f == 1).double(), zero]
                 self._add(block, "permuted", "aware" if sink else "agnostic", columns)

@@ -216,3 +216,17 @@ def real():
 def architecture(request) -> str:
     """The name of each architecture in turn."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory):
+    """A run's folder with what the chapters measure on a small model (`made.Measured`): to be read, not changed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from made import measure
+
+    found = measure(tmp_path_factory.mktemp("measured"))
+    plt.close("all")
+    return found

@@ -1,5 +1,7 @@
 """Every verdict of every claim, on tables planted to deserve it."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from geomlib.claims import (
     CONSTANT,
     INTERMEDIATE,
+    STATEMENTS,
     alikeness,
     assumptions,
     c1,
@@ -18,8 +21,10 @@ from geomlib.claims import (
     c7,
     c8,
     c9,
+    c9_of,
     c10,
     direction,
+    dominance,
     half,
     sink_cost,
 )
@@ -852,3 +857,112 @@ def test_c8_c9_and_c10_do_not_lean_on_the_order_of_rows():
         assert c10(shuffled(table, seed)) == c10(table)
         assert c9({m: {c: shuffled(t, seed) for c, t in each.items()} for m, each in two.items()}) == c9(two)
     assert c8(second) != c8(table) and c10(second) != c10(table)
+
+
+# --- the one number of a scorecard ------------------------------------------------------------------------------------
+
+
+def numbers(found) -> list:
+    return [found.value, found.low, found.high]
+
+
+def test_numbers_of_c1_and_c2():
+    """C1: the smallest advantage, at N = 64; C2: where the advantage peaks, and where in the draws."""
+    each = [0.0, 0.1, 0.2, 0.0, 0.1, 0.2]
+    found = c1(planted({2: 0.2, 64: each}))
+    assert found.quantity == "smallest advantage over random sets" and found.value == pytest.approx(0.1)
+    assert 0 < found.low < 0.1 < found.high < 0.2
+    assert f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}] at N = 64" in found.measured
+    assert numbers(c1(planted({2: 0.2, 64: 0.3}))) == pytest.approx([0.2] * 3)
+    found = c2(planted({2: 0.1, 8: 0.3, 64: 0.2}))
+    assert (found.quantity, *numbers(found)) == ("N at the peak", 8, 8, 8)
+    found = c2(planted({2: 0.1, 8: [0.9, -0.3, 0.5, -0.1, 0.6, 0.1], 64: 0.2}))
+    assert (found.value, found.low, found.high) == (8, 8, 64)
+
+
+def test_numbers_of_c3():
+    """A count, so without an interval."""
+    for holds, broken in ((1.0, 0), (0.99, 6)):
+        found = c3(promises(EVERY, {THEOREMS[0]: holds}))
+        assert (found.quantity, *numbers(found)) == ("violations of proved levels", broken, None, None)
+
+
+def test_numbers_of_c4_and_c5():
+    """Two documents: a bootstrap of them has the ends 2 and 4, the mean 3."""
+    found = c4(sinks("times_smaller", [[2.0] * 3, [4.0] * 3]))
+    assert found.quantity == "times smaller, median head" and numbers(found) == pytest.approx([3, 2, 4])
+    found = c5(
+        sinks("cosine_mean", [[-0.1, -0.1, -0.2, 0.4], [-0.1, -0.1, 0.1, 0.4]])
+    )  # the third head: -0.05 in the mean
+    assert found.quantity == "heads with a negative mean cosine" and numbers(found) == pytest.approx([0.75, 0.5, 0.75])
+
+
+def test_numbers_of_c6():
+    """Of two pairs (head, N), the second is halved in document a alone: in the mean 0.3 of 0.55."""
+    cells = [("a", 0, 2, 0.1, 0.6), ("b", 0, 2, 0.1, 0.6), ("a", 1, 2, 0.1, 0.6), ("b", 1, 2, 0.5, 0.5)]
+    found = c6(effect(cells))
+    assert found.quantity == "pairs (head, N) with F halved" and numbers(found) == pytest.approx([0.5, 0.5, 1.0])
+
+
+def test_numbers_of_c7_and_c8():
+    found = c7(norms([0.1, 0.1, 0.1, 0.5]))
+    assert found.quantity == "heads with about constant norms" and numbers(found) == pytest.approx([0.75] * 3)
+    found = c7(norms([0.1, 0.1, 0.1, 0.5], documents=1))
+    assert (found.quantity, *numbers(found)) == ("heads with about constant norms", 0.75, None, None)
+    sure = [ORDER[r] for r in "RRRRMMMMM"]
+    found = c8(votes([[*sure, (6, 4, 0)], [*sure, (3, 7, 0)]]))  # as above
+    assert found.quantity == "Retriever heads" and numbers(found) == pytest.approx([0.4, 0.4, 0.5])
+
+
+def test_numbers_of_c9():
+    """The least agreement of all models and pairs of corpora: 7 of 8 heads of a."""
+    tables = other_corpus({"a": ["MMMMMMOO", "MMMMMMMO", "MMMMMMOO"], "b": [O, O]})
+    found = c9(tables)
+    assert found.quantity == "heads with the same label on two corpora, least"
+    assert numbers(found) == pytest.approx([0.875] * 3)
+
+
+def test_dominance_is_what_c9_needs_of_a_model():
+    tables = other_corpus({"a": ["MMMMMMOO", "MMMMMMMO", "MMMMMMOO"], "b": [O, M], "c": ["MMMM", "MMMM"]})
+    a, b, c = (dominance(tables[m]) for m in "abc")
+    assert a == {"lead": ["Mixer"], "share": 0.875, "low": 0.875, "high": 0.875, "kappa": pytest.approx(0.6)}
+    assert b["lead"] == ["Mixer", "Reset"] and b["share"] == pytest.approx(0.4 if M[-1] != O[-1] else 0.1)
+    assert c["kappa"] == 1.0 and c["share"] == 1.0  # where all labels are one, kappa is not defined
+    assert c9_of({"a": a, "b": b, "c": c}) == c9(tables)
+    assert c9_of(json.loads(json.dumps({"a": a, "b": b, "c": c}))) == c9(tables)  # so it can be kept in a file
+    assert dominance({"x": labelled(M)}) is None and dominance({"x": labelled(M), "y": labelled(M, 1)}) is None
+
+
+def test_c9_of_nothing_or_too_little():
+    assert (c9_of({}).verdict, c9_of({}).measured) == ("not testable here", "no tables")
+    found = c9_of({"a": dominance({"x": labelled(M), "y": labelled(M)}), "b": None})
+    assert (found.verdict, found.measured) == ("not testable here", "b: too few corpora or documents")
+    assert numbers(found) == [None] * 3 and found.quantity == ""
+
+
+def test_numbers_of_c10():
+    """The smaller of the two differences: Mixers 0.5 against 0.1, Retrievers 0.6 against 0.1."""
+    found = c10(cosines("MMRROO", [0.5, 0.5, 0.1, 0.1, 0.1, 0.1], [0.1, 0.1, 0.6, 0.6, 0.1, 0.1]))
+    assert found.quantity == "cosine with the sink, Mixers less other heads"
+    assert numbers(found) == pytest.approx([0.4] * 3)
+    found = c10(cosines("MMRROO", [0.5, 0.5, 0.1, 0.1, 0.1, 0.1], [0.1, 0.1, 0.2, 0.2, 0.1, 0.1]))
+    assert found.quantity == "cosine with the current token, Retrievers less other heads"
+    assert numbers(found) == pytest.approx([0.1] * 3)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        c1(planted({2: [0.1]})), c2(planted({2: 0.1})), c4(sinks("times_smaller", [[5.0]])), c5(sinks("cosine_mean", [[0.1]])),
+        c8(labelled("RM", 1)), c10(labelled("RM", 1)),
+    ],
+    ids=lambda v: v.claim,
+)  # fmt: skip
+def test_what_is_not_testable_has_no_number(found):
+    assert found.verdict == "not testable here" and found.quantity == "" and numbers(found) == [None] * 3
+
+
+def test_every_claim_has_its_statement_once():
+    assert list(STATEMENTS) == [f"C{i}" for i in range(1, 14)] and len(set(STATEMENTS.values())) == 13
+    made = [c1(planted({2: 0.1})), c3(promises(EVERY)), c7(norms([0.1])), c8(labelled("RM")), c9({})]
+    assert all(v.statement == STATEMENTS[v.claim] for v in made)

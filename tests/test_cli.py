@@ -122,7 +122,17 @@ def test_a_bar_with_the_time_left_on_a_terminal(given, tmp_path):
 
 
 def test_help_of_every_command():
-    for arguments in ([], ["measure"], ["fetch"], ["run"], ["notebooks"], ["measure", "separability"]):
+    for arguments in (
+        [],
+        ["measure"],
+        ["fetch"],
+        ["run"],
+        ["estimate"],
+        ["scorecard"],
+        ["compare"],
+        ["notebooks"],
+        ["measure", "separability"],
+    ):
         done = run(*arguments, "--help", COLUMNS="200", TERM="dumb")
         assert done.returncode == 0 and "Usage" in done.stdout, done.stderr
         assert done.stderr == ""
@@ -230,7 +240,8 @@ def test_an_unknown_name_to_fetch():
     [
         (["colour=blue"], "has a parameter colour: known are"),
         (["colour"], "--set colour is not usable: give name=value"),
-        (["model_name=3"], "model_name = 3 does not fit .*: give a text such as"),
+        (["windows=many"], "windows = 'many' does not fit .*: give a whole number such as"),
+        (["model_name=x"], "model_name is not for --set: give --model instead"),
     ],
 )
 def test_settings_that_no_notebook_has(settings, sentence, tmp_path):

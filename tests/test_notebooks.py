@@ -1,4 +1,7 @@
-"""The notebook runner, on a made-up folder of notebooks: parameters, failures, and what is never touched."""
+"""Notebooks on a made-up folder of them: which there are, their parameters, and executing them anew in place.
+
+What runs them for a model is in test_runs.
+"""
 
 import nbformat
 import pytest
@@ -127,50 +130,6 @@ def test_without_a_checkout_there_are_none(tmp_path, monkeypatch):
     monkeypatch.setattr(N, "__file__", str(tmp_path / "site-packages" / "geomlib" / "notebooks.py"))
     with pytest.raises(GeomlibError, match="run this in a checkout"):
         N.folder()
-
-
-# --- running ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_failing_notebook_leaves_its_copy_and_stops_nothing(book, tmp_path, capfd):
-    before = {p: p.read_bytes() for p in book.iterdir()}
-    failed = N.run_notebooks([], {"windows": 4, "speed": 2}, tmp_path / "out")
-    assert failed == ["01_second"]
-    assert printed(tmp_path / "out" / "00_first.ipynb") == "4 windows of a\n"
-    assert printed(tmp_path / "out" / "02_third.ipynb") == "c 2\n"  # `windows` is no parameter of this one
-    copy = nbformat.read(tmp_path / "out" / "01_second.ipynb", as_version=4)
-    errors = [o for c in copy.cells if c.cell_type == "code" for o in c.outputs if o.output_type == "error"]
-    assert [(e.ename, e.evalue) for e in errors] == [("AssertionError", "only 4")]
-    assert "01_second failed: AssertionError: only 4" in capfd.readouterr().err
-    assert {p: p.read_bytes() for p in book.iterdir()} == before  # the committed ones, to the byte
-
-
-def test_a_kernel_that_dies_stops_nothing(book, tmp_path):
-    write(book / "01_second.ipynb", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-    assert N.run_notebooks(["01", "00"], {}, tmp_path / "out") == ["01_second"]
-    assert printed(tmp_path / "out" / "00_first.ipynb") == "2 windows of a\n"
-
-
-def test_wrong_parameters_are_refused_before_anything_runs(book, tmp_path):
-    for values in ({"windows": 3, "colour": "blue"}, {"windows": "many"}):
-        with pytest.raises(GeomlibError, match=r"no chapter has a parameter colour: known are fast, name|does not fit"):
-            N.run_notebooks([], values, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-    with pytest.raises(GeomlibError, match="no chapter has a parameter speed"):
-        N.run_notebooks(["00"], {"speed": 2.0}, tmp_path / "out")
-
-
-def test_the_command_line_says_which_failed(book, tmp_path):
-    from test_cli import run
-
-    done = run("run", "--out", tmp_path / "out", "--chapter", "00", "--chapter", "01", "--set", "windows=4")
-    assert done.returncode == 2
-    lines = done.stderr.splitlines()
-    assert lines[-1] == f"geomlib: 01_second failed: open the executed notebook in {tmp_path / 'out'} to see where."
-    assert "Traceback" not in done.stderr
-    done = run("run", "--out", tmp_path / "out", "--chapter", "01", "--set", "windows=3")
-    assert done.returncode == 0, done.stderr
-    assert printed(tmp_path / "out" / "01_second.ipynb") == "second\n"
 
 
 # --- regenerating -----------------------------------------------------------------------------------------------------

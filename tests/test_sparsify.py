@@ -1111,6 +1111,27 @@ def test_c13_says_what_was_measured():
     )
 
 
+def test_numbers_of_c11_c12_and_c13():
+    """The gap at the lowest retention, to random and to the best single metric; the damage of the worst head."""
+    mine = {0.9: 0.3, 0.5: [0.1, 0.2, 0.3, 0.4]}
+    table = curves(
+        {"o": mine} | {n: flat(0.5, (0.9, 0.5)) for n in ("random 0", "magnitude", "entropy")}, full=(2.0,) * 4
+    )
+    found = claims.c11(table, "o")
+    assert found.quantity == "damage less that of random, 50% kept" and found.value == pytest.approx(-0.25)
+    assert -0.4 < found.low < -0.25 < found.high < -0.1
+    assert f"{found.value:+.2f} [{found.low:+.2f}, {found.high:+.2f}] at 50%" in found.measured
+    others = {m: flat(1.0, AGGRESSIVE) for m in METRICS} | {"gradient": flat(0.2, AGGRESSIVE)}
+    found = claims.c12(curves({"o": flat(0.5, AGGRESSIVE), **others}, full=(2.0,) * 4), "o")
+    assert found.quantity == f"damage less that of gradient, {min(AGGRESSIVE):.0%} kept"
+    assert (found.value, found.low, found.high) == pytest.approx((0.3, 0.3, 0.3))
+    found = claims.c13(planted_scan({(1, 4): [0.4, 0.6, 0.5, 0.5]}), REGIMES)
+    assert found.quantity == "damage of the worst head alone" and found.value == pytest.approx(0.5)
+    assert 0.4 <= found.low < 0.5 < found.high <= 0.6
+    none = [claims.c11(table[table["document"] == "d0"], "o"), claims.c13(planted_scan({}, documents=1), REGIMES)]
+    assert all((v.value, v.low, v.high, v.quantity) == (None, None, None, "") for v in none)
+
+
 def test_critical_heads_with_their_regimes():
     found = claims.critical(planted_scan({(1, 4): [0.4, 0.6, 0.5, 0.5]}), REGIMES)
     assert len(found) == 30 and found["critical"].tolist() == [True] + [False] * 29
@@ -1360,3 +1381,21 @@ def test_published_tables_whose_record_was_changed_are_not_taken(fields, loaded,
     (published / "study.json").write_text(json.dumps(record))
     Study(**fields).run(tmp_path / "out", loaded, analyses="scan", published=True)
     assert len(measured) == 3
+
+
+def test_published_tables_come_into_the_folder_of_results(fields, loaded, tmp_path, published, measured, monkeypatch):
+    """So that a run's folder is complete by itself; once, and only what was asked for."""
+    monkeypatch.setenv("GEOMLIB_RESULTS", str(tmp_path / "tables"))
+    record = json.loads((published / "study.json").read_text())
+    found = Study(**fields).run(model=loaded, analyses="scan", published=True)
+    (out,) = (tmp_path / "tables").iterdir()
+    assert out.name == record["key"]
+    assert (out / "study.json").read_bytes() == (published / "study.json").read_bytes()
+    assert [p.name for p in out.iterdir() if p.is_dir()] == ["scan"]
+    pd.testing.assert_frame_equal(load_table(out, "scan", any_code=True), found)
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*.parquet")}
+    asked = {"analyses": ["scan", "retention"], "orders": MINE, "retentions": [0.5], "published": True}
+    Study(**fields).run(model=loaded, **asked)
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    assert len(list(out.glob("retention-*/*.parquet"))) == 3
+    assert measured == []

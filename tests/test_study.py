@@ -4,9 +4,11 @@ Everything runs on a folder with a small random-weight model and on a JSONL file
 """
 
 import ast
+import errno
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -98,7 +100,8 @@ def files(out: Path) -> list[Path]:
 
 
 def leftovers(out: Path) -> list[Path]:
-    return [p for p in out.rglob("*") if p.is_file() and p.suffix != ".parquet" and p.name != "study.json"]
+    known = ("study.json", ".lock")
+    return [p for p in out.rglob("*") if p.is_file() and p.suffix != ".parquet" and p.name not in known]
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -236,7 +239,7 @@ TAMPERING = {
 def test_a_tampered_table_is_never_written(fields, model, tmp_path, tamper, monkeypatch):
     measure = Study._measure
     check_table(Study(**fields).run(tmp_path / "good", model))
-    monkeypatch.setattr(Study, "_measure", lambda *a: ((n, tamper(t)) for n, t in measure(*a)))
+    monkeypatch.setattr(Study, "_measure", lambda *a: ((j, n, tamper(t)) for j, n, t in measure(*a)))
     with pytest.raises(GeomlibError, match="the table (does not fit the schema|holds)"):
         Study(**fields).run(tmp_path / "bad", model)
     assert not files(tmp_path / "bad") and not leftovers(tmp_path / "bad")
@@ -341,8 +344,8 @@ def test_results_of_other_code_are_another_study():
                 todo.append(node.module.split(".")[1])
     assert not any(set(a.code) & set(S._CODE) for a in ANALYSES.values())
     named = set(S._CODE).union(*(a.code for a in ANALYSES.values()))
-    # Files that are fetched, and pruned models, are known by the hashes of their files.
-    assert named == seen - {"errors", "fetch", "pruning"}
+    # Files that are fetched, and pruned models, are known by the hashes of their files; a worker does what is done here.
+    assert named == seen - {"errors", "fetch", "pruning", "cluster", "progress"}
 
 
 def test_results_go_to_the_folder_of_the_key(fields, model, tmp_path, monkeypatch):
@@ -364,7 +367,7 @@ def test_what_is_there_is_not_measured_again(fields, model, tmp_path, monkeypatc
     table = Study(**fields).run(tmp_path, model)
     measured = []
     measure = Study._measure
-    monkeypatch.setattr(Study, "_measure", lambda *a: measured.append(a[2].document) or measure(*a))
+    monkeypatch.setattr(Study, "_measure", lambda *a: measured.extend(j.window.document for j in a[2]) or measure(*a))
     pd.testing.assert_frame_equal(Study(**fields).run(tmp_path, model), table)
     assert measured == []
     files(tmp_path)[1].unlink()
@@ -452,6 +455,7 @@ def test_a_file_in_the_way(fields, model, tmp_path):
 # One process per moment of death, forked from one that has imported everything and computed nothing.
 _DYING = """
     import os, signal, sys
+    import pyarrow.parquet as pq
     from geomlib import study as S
 
     fields, out = eval(sys.argv[1]), sys.argv[2]
@@ -478,11 +482,11 @@ _DYING = """
             table = S.separability.SeparabilityTable
             table.__call__ = at(4, table.__call__, die)
         if moment == "writing":
-            S.pq.write_table = at(2, write, half)
+            pq.write_table = at(2, write, half)
         if moment == "renaming":  # study.json and the first window went well
             os.replace = at(3, os.replace, die)
 
-    write = S.pq.write_table
+    write = pq.write_table
     for moment in sys.argv[3:]:
         child = os.fork()
         if not child:
@@ -558,6 +562,218 @@ def test_interrupted_by_hand(fields, model, tmp_path):
     assert Study(**fields).run(tmp_path, model)["document"].nunique() == LONG["windows"]
 
 
+# --- another version, another process ---------------------------------------------------------------------------------
+
+
+def test_a_folder_of_another_version_is_explained_and_left(fields, model, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        ours = S.versions()
+        patch.setattr(S, "versions", lambda: ours | {"geomlib": "0.0.1", "torch": "2.0.0"})
+        patch.setattr(S, "_code", lambda modules: "0123456789abcdef")
+        table = Study(**fields).run(tmp_path, model)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(GeomlibError) as caught:
+        Study(**fields).run(tmp_path, model)
+    versions = S.versions()
+    assert str(caught.value) == (
+        f"{tmp_path} holds this study measured by another version (geomlib 0.0.1, torch 2.0.0; here geomlib "
+        f"{versions['geomlib']}, torch {versions['torch']}) and is left as it is: read it with load_table(folder, "
+        "any_code=True), give another folder, or remove this one."
+    )
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    pd.testing.assert_frame_equal(load_table(tmp_path, any_code=True), table)
+    with pytest.raises(GeomlibError, match=r"holds another study \(it differs in seed\)"):
+        Study(**fields | {"seed": 1}).run(tmp_path, model)
+
+
+def test_a_folder_of_a_version_that_knew_fewer_fields(fields, model, tmp_path):
+    Study(**fields).run(tmp_path, model)
+    found = record(tmp_path)
+    del found["study"]["skip"]
+    (tmp_path / "study.json").write_text(json.dumps(found | {"key": "0"}))
+    with pytest.raises(GeomlibError, match="measured by another version .* and is left as it is"):
+        Study(**fields).run(tmp_path, model)
+
+
+# Two processes, forked from one that has imported everything and computed nothing. Each table that is written makes a line
+# in the log; the second process starts when the first has written two.
+_TWO = """
+    import os, signal, sys, time
+    from geomlib import store, study as S
+
+    fields, first, second, out, kill = eval(sys.argv[1])
+    log = out + ".log"
+    keep = store.Tables.keep
+
+    def logged(self, table, analysis, file):
+        keep(self, table, analysis, file)
+        with open(log, "a") as f:
+            f.write(f"{analysis}/{file}\\n")
+
+    def start(analyses):
+        child = os.fork()
+        if not child:
+            S.Study(**fields).run(out, analyses=analyses)
+            os._exit(0)
+        return child
+
+    store.Tables.keep = logged
+    one = start(first)
+    while not os.path.exists(log) or len(open(log).readlines()) < 2:
+        time.sleep(0.002)
+    store.print = lambda text, file: (open(log + ".waits", "w").close(), print(text, file=file))
+    two = start(second)
+    if kill:
+        while not os.path.exists(log + ".waits"):
+            time.sleep(0.002)
+        os.kill(one, signal.SIGKILL)
+    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in (one, two)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kill"),
+    [
+        (["separability"], ["separability"], False),
+        (["separability", "sinks"], ["taxonomy", "sinks"], False),
+        (["separability", "taxonomy"], ["taxonomy", "separability"], True),
+    ],
+    ids=["the same", "others", "killed"],
+)
+def test_two_processes_on_one_study(fields, model, tmp_path, first, second, kill):
+    fields |= LONG
+    names = sorted({*first, *second})
+    whole = Study(**fields).run(tmp_path / "whole", model, analyses=names)
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", textwrap.dedent(_TWO), repr((fields, first, second, str(out), kill))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{[-signal.SIGKILL if kill else 0, 0]}\n", done.stderr
+    waited = [line for line in done.stderr.splitlines() if line.startswith("geomlib:")]
+    assert waited == [f"geomlib: another process measures this study in {out}: waiting for it"]
+    written = (tmp_path / "out.log").read_text().splitlines()
+    wanted = [str(p.relative_to(tmp_path / "whole")) for p in (tmp_path / "whole").rglob("*.parquet")]
+    # A process that dies between a table and its line in the log leaves the table: nothing is ever written twice.
+    assert len(set(written)) == len(written) and set(wanted) >= set(written) and len(wanted) - len(written) <= kill
+    for name, table in whole.items():
+        pd.testing.assert_frame_equal(load_table(out, name), table)
+
+
+def test_a_study_that_is_whole_needs_no_lock(fields, model, tmp_path, monkeypatch):
+    """So that it can be read where nothing can be written, and while another process holds the lock."""
+    table = Study(**fields).run(tmp_path, model)
+    monkeypatch.setattr(S.store, "locked", None)
+    pd.testing.assert_frame_equal(Study(**fields).run(tmp_path, model), table)
+
+
+def test_the_lock_is_free_after_an_error_and_twice_in_one_process(fields, model, tmp_path, capfd):
+    with S.store.locked(tmp_path), S.store.locked(tmp_path):
+        assert len(Study(**fields).run(tmp_path, model))
+    with pytest.raises(KeyboardInterrupt), S.store.locked(tmp_path):
+        raise KeyboardInterrupt
+    done = subprocess.run(
+        [sys.executable, "-c", f"from filelock import FileLock\nFileLock({str(tmp_path / '.lock')!r}).acquire(timeout=0)"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert capfd.readouterr().err == ""
+
+
+def test_a_file_system_without_locks(fields, model, tmp_path, monkeypatch, capfd):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    assert len(Study(**fields).run(tmp_path, model))
+    assert capfd.readouterr().err.splitlines() == [
+        f"geomlib: the file system of {tmp_path} has no locks: let one process at a time measure this study"
+    ]
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+SEVERAL = ["separability", "coherence", "taxonomy", "sinks"]
+
+
+@pytest.mark.parametrize("queries", ["all", "last"])
+def test_batches_change_nothing_but_rounding(fields, place, tmp_path, queries, monkeypatch):
+    """In float64, so that rounding flips no near tie."""
+    model = load_model(str(place / "model"), device="cpu", dtype="float64")
+    study = Study(**fields | {"windows": 6, "queries": queries})
+    alone = study.run(tmp_path / "alone", model, analyses=SEVERAL)
+    sizes = []
+    measure = Study._measure
+    monkeypatch.setattr(Study, "_measure", lambda *a: sizes.append(len(a[2])) or measure(*a))
+    together = study.run(tmp_path / "together", model, analyses=SEVERAL, batch=4)
+    assert sizes == [4, 2]
+    for name in SEVERAL:
+        pd.testing.assert_frame_equal(together[name], alone[name], rtol=1e-9, atol=1e-12)
+    written = [sorted(str(p.relative_to(out)) for p in out.rglob("*.parquet")) for out in tmp_path.iterdir()]
+    assert written[0] == written[1]
+    assert (tmp_path / "alone" / "study.json").read_bytes() == (tmp_path / "together" / "study.json").read_bytes()
+
+
+def test_every_architecture_in_batches(architecture, fields, tmp_path):
+    model = Model(architecture, small_model(architecture, torch.float64), make_tokenizer())
+    study = Study(**fields | {"model": architecture, "length": LENGTH, "sizes": (2,), "controls": ()})
+    tables = [study.run(tmp_path / str(batch), model, batch=batch) for batch in (1, 3)]
+    pd.testing.assert_frame_equal(*tables, rtol=1e-6, atol=1e-9)
+
+
+def test_only_windows_that_lack_the_same_share_a_pass(fields, model, tmp_path, monkeypatch):
+    study = Study(**fields | {"windows": 5})
+    whole = study.run(tmp_path / "whole", model, analyses=["separability", "sinks"])
+    study.run(tmp_path / "out", model)
+    files(tmp_path / "out")[2].unlink()
+    sizes = []
+    measure = Study._measure
+    monkeypatch.setattr(Study, "_measure", lambda *a: sizes.append([j.names for j in a[2]]) or measure(*a))
+    tables = study.run(tmp_path / "out", model, analyses=["separability", "sinks"], batch=8)
+    assert sizes == [[["sinks"]] * 2, [["separability", "sinks"]], [["sinks"]] * 2]
+    for name, table in tables.items():
+        pd.testing.assert_frame_equal(table, whole[name], rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [0, -1])
+def test_no_batch(fields, model, tmp_path, batch):
+    with pytest.raises(GeomlibError, match=rf"batch = {batch} is not usable: give a whole number of windows"):
+        Study(**fields).run(tmp_path, model, batch=batch)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_progress_goes_to_the_file_that_the_environment_names(fields, model, tmp_path, monkeypatch, capfd, progress):
+    line = tmp_path / "line"
+    monkeypatch.setenv("GEOMLIB_PROGRESS", str(line))
+    seen = []
+    measure = Study._measure
+    monkeypatch.setattr(Study, "_measure", lambda *a: seen.append(line.read_bytes().decode()) or measure(*a))
+    Study(**fields).run(tmp_path / "out", model, progress=progress)
+    assert len(seen) == 3 and all(re.fullmatch(r"\r\S+model: +\d+%\|.*\| \d/6 \[.*\] *", s) for s in seen), seen
+    assert line.read_text() == "" and capfd.readouterr().err == ""
+
+
+def test_a_progress_file_that_cannot_be_written_stops_nothing(fields, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("GEOMLIB_PROGRESS", str(tmp_path / "absent" / "line"))
+    assert len(Study(**fields).run(tmp_path / "out", model))
+
+
+# --- WikiText's spaces in a text of one's own -------------------------------------------------------------------------
+
+
+def test_a_text_of_ones_own_is_detokenised_if_asked(fields, model, tmp_path):
+    text = tmp_path / "wiki.txt"
+    text.write_text(" ".join(f"w1 ( w{i % 9} ) . w2" for i in range(60)))
+    study = Study(**fields | {"text": str(text), "windows": 1, "detokenise": True})
+    (window,) = study.take(model)
+    assert window.input_ids != Study(**fields | {"text": str(text), "windows": 1}).take(model)[0].input_ids
+    study.run(tmp_path / "out", model)
+    assert record(tmp_path / "out")["corpus"]["detokenised"] is True
+    text.write_text(" ".join(f"w1 (w{i % 9}). w2" for i in range(60)))
+    assert Study(**fields | {"text": str(text), "windows": 1}).take(model)[0].input_ids == window.input_ids
+
+
 # --- a full disk ------------------------------------------------------------------------------------------------------
 
 FULL = "geomlib: cannot write to {}: the disk is full; the windows written before are kept, free some space and run the same again.\n"
@@ -616,7 +832,7 @@ def test_a_disk_that_is_full_from_the_start(fields, model, tmp_path, small_disk)
     (disk / "filler").write_bytes(b"x" * os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize)
     with pytest.raises(GeomlibError, match="the disk is full"):
         Study(**fields).run(disk / "out", model)
-    assert not [p for p in (disk / "out").rglob("*") if p.is_file()]
+    assert not files(disk / "out") and not leftovers(disk / "out") and not (disk / "out" / "study.json").exists()
     enlarge()
     assert len(Study(**fields).run(disk / "out", model))
 
@@ -641,7 +857,8 @@ def test_nan_names_the_layer(fields, tmp_path, weight, layer):
     assert not files(tmp_path / "out")
 
 
-def test_nan_that_only_some_windows_meet(fields, place, tmp_path):
+@pytest.mark.parametrize("batch", [1, 3])
+def test_nan_that_only_some_windows_meet(fields, place, tmp_path, batch):
     """The embedding of one word is NaN: the windows without it are measured and kept."""
     word = 3
     folder = save_model(tmp_path / "model", lambda hf: hf.model.embed_tokens.weight.data[3 + word].fill_(float("nan")))
@@ -654,7 +871,7 @@ def test_nan_that_only_some_windows_meet(fields, place, tmp_path):
     poisoned = [3 + word in w.input_ids for w in windows]
     assert sum(poisoned) == 1
     with pytest.raises(GeomlibError, match="layer 0 gives NaN"):
-        Study(**fields).run(tmp_path / "out", model)
+        Study(**fields).run(tmp_path / "out", model, batch=batch)
     assert len(files(tmp_path / "out")) == poisoned.index(True)
 
 
