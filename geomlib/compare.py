@@ -90,9 +90,9 @@ def measures(out: str | Path) -> pd.DataFrame:
             add(study, "", quantity, part.reindex(columns=["group", "mean", "low", "high", "documents"]), "group")
     for study in scorecard.largest(found, "taxonomy", "all").values():
         add(study, "all", "share", regime_shares(study.load("taxonomy")), "regime")
-    _, judged = scorecard.removal(found)
+    _, _, curves, judged = scorecard.removal(found)
     if judged:
-        curves = damage_curves(judged.load("retention")).rename(columns={"damage": "mean"})
+        curves = damage_curves(curves).rename(columns={"damage": "mean"})
         add(judged, "", "damage", curves[curves["retention"] < 1], "order", "retention")
     if not parts:
         raise GeomlibError(f"{out} has no chapter's tables to compare yet: run chapters 02 to 05, it continues.")

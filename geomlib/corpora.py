@@ -16,7 +16,7 @@ from pathlib import Path
 
 from geomlib.errors import GeomlibError
 from geomlib.fetch import Source, fetch, file_sha256
-from geomlib.models import hub_file, hub_info, hub_sentence
+from geomlib.hub import hub_file, hub_info, hub_sentence
 
 TOPIC_CHARS = 24_000  # of a vital-articles document: enough for 4096 tokens, and leaves 202 documents in English
 MIN_LENGTH = 3

@@ -4,6 +4,8 @@ Each kind of work is timed on one window at two short lengths and extrapolated a
 the length L, attention and geometry with its square.
 """
 
+import json
+import os
 import resource
 import sys
 import tempfile
@@ -12,11 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
+import transformers
 
 from geomlib import sparsify
 from geomlib.errors import GeomlibError
-from geomlib.models import Model, load_model
+from geomlib.models import LOAD, Model, _placement, config_of, load_model
 from geomlib.notebooks import chapters, parameters
 from geomlib.runs import Run
 from geomlib.study import Study, _published
@@ -115,6 +119,7 @@ def estimate(run: Run, names: Sequence[str] = (), progress: Callable[[str], None
     most = 0.0
     for name in dict.fromkeys(w.fields["model"] for w in work):
         progress(f"loading {name} ...")
+        _refuse_too_large(name)
         started = time.monotonic()
         model = load_model(name)
         loading = time.monotonic() - started
@@ -223,10 +228,22 @@ def _span(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def fits(needed: int, there: int, name: str) -> None:
-    """Refuse a model whose weights alone are larger than the memory."""
-    if needed > there:
+def _refuse_too_large(name: str) -> None:
+    """Refuse a model whose weights alone do not fit into the memory of this machine, before they are read."""
+    load = json.loads(os.environ.get(LOAD) or "{}")
+    if torch.cuda.is_available() or load.get("device_map"):
+        return
+    dtype, _ = _placement(load.get("dtype"), load.get("device"), {})
+    bits = load.get("bits") or 8 * getattr(dtype, "itemsize", 4)
+    needed, free = weights(name) * bits / 8, psutil.virtual_memory().available
+    if needed > free:
         raise GeomlibError(
-            f"{name} needs {needed / 1e9:.0f} GB for its weights and {there / 1e9:.0f} GB are free: give --dtype bfloat16, --bits 4, "
-            f"a larger machine, or a smaller model."
+            f"{name} needs {needed / 1e9:.0f} GB for its weights and {free / 1e9:.0f} GB are free: give --dtype bfloat16 or --bits 4, "
+            f"or take a larger machine or a smaller model."
         )
+
+
+def weights(name: str) -> int:
+    """How many weights a model has, from its config alone."""
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config_of(name)).num_parameters()

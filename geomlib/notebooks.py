@@ -94,7 +94,7 @@ def check_parameters(notebook: Path, values: dict) -> None:
 
 
 # What no output depends on.
-_NO_SOURCE = ("cli.py", "cluster.py", "estimate.py", "fetch.py", "notebooks.py", "runs.py")
+_NO_SOURCE = ("cli.py", "cluster.py", "estimate.py", "fetch.py", "hub.py", "notebooks.py", "progress.py", "runs.py")
 
 
 def _code() -> bytes:

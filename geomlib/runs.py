@@ -16,7 +16,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -165,6 +164,10 @@ def _chapter(book: Path, values: dict, out: Path, title: str) -> str | None:
                 str(book), str(out / book.name), parameters=values, cwd=str(out), kernel_name="python3",
                 progress_bar=bar, execution_timeout=_CELL_SECONDS, config=KERNEL,
             )  # fmt: skip
+        except KeyboardInterrupt:
+            # The cell that was waited for is never asked again, of which asyncio would print a traceback at the very end.
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+            raise
         except papermill.PapermillExecutionError as e:
             return f"failed: {e.ename}: {e.evalue}"
         except (DeadKernelError, CellTimeoutError, RuntimeError) as e:  # out of memory, or of time; or it did not start
@@ -386,9 +389,11 @@ class _Progress:
                 study = ""
             line = f"{self.cells} | {study}" if study else self.cells
             if self.live:
-                print(
-                    f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", file=self.terminal, flush=True
-                )
+                room = (os.get_terminal_size(self.terminal.fileno()).columns or 80) - 1
+                left = room - len(self.cells) - 4  # for the end of the study's bar: a model's name may be a long path
+                if len(line) > room:
+                    line = f"{self.cells} | …{study[-left:]}" if left > 0 else line[:room]
+                print(f"\r\x1b[K{line}", end="", file=self.terminal, flush=True)
             elif line != self.shown:
                 print(line, file=self.terminal, flush=True)
             self.shown = line

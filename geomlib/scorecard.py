@@ -15,7 +15,7 @@ import pandas as pd
 from geomlib import __version__, claims, runs, sparsify, taxonomy
 from geomlib.claims import Verdict
 from geomlib.errors import GeomlibError
-from geomlib.study import ANALYSES, load_all, load_table
+from geomlib.study import ANALYSES, CURVE, load_all, load_table
 
 FORMAT = 1
 # Of which analysis, on which queries ("" = it has none), and the rules over it.
@@ -74,11 +74,29 @@ def largest(found: Sequence[Found], analysis: str, queries: str = "") -> dict[st
     return chosen
 
 
-def removal(found: Sequence[Found]) -> tuple[Found | None, Found | None]:
-    """The study that a head scan was made in (calibration), and that of the retention curves on other documents (judged)."""
-    scans = [f for f in found if f.has("scan")]
-    judged = [f for f in found if f.has("retention") and f.record["study"]["skip"]]
-    return (scans or [None])[0], (judged or [None])[0]
+class Removal(NamedTuple):
+    """What a run measured of removing heads: the study of the single-head scan, the curves on its documents (from which orders
+    are chosen), those on other documents, and a study of these."""
+
+    scan: Found | None
+    tried: pd.DataFrame | None
+    curves: pd.DataFrame | None
+    judged: Found | None
+
+
+def removal(found: Sequence[Found]) -> Removal:
+    """The parts may lie in several folders, where some of them came with the book."""
+    scan = next((f for f in found if f.has("scan") and f.has("taxonomy")), None)
+    curves = [f for f in found if f.has("retention")]
+    tried = [f for f in curves if scan and f.record["windows"] == scan.record["windows"]]
+    judged = [f for f in curves if f.record["study"]["skip"]]
+    judged = [f for f in judged if f.record["windows"] == judged[0].record["windows"]]
+    return Removal(scan, _together(tried), _together(judged), (judged or [None])[0])
+
+
+def _together(found: Sequence[Found]) -> pd.DataFrame | None:
+    tables = [f.load("retention") for f in found]
+    return pd.concat(tables, ignore_index=True).drop_duplicates(CURVE, ignore_index=True) if tables else None
 
 
 def card(out: str | Path) -> dict:
@@ -128,14 +146,13 @@ def card(out: str | Path) -> dict:
 
 
 def _removal_rows(found: Sequence[Found]) -> list[dict]:
-    scan, judged = removal(found)
+    scan, tried, curves, judged = removal(found)
     rows = []
-    if scan and scan.has("taxonomy"):
+    if scan:
         table = scan.load("scan")
         verdict = claims.c13(table, taxonomy.regimes(scan.load("taxonomy")))
         rows.append(_row(verdict, scan, scan.corpus, "", table))
-    if scan and judged and scan.has("retention"):
-        tried, curves = scan.load("retention"), judged.load("retention")
+    if tried is not None and curves is not None:
         best = [sparsify.best(tried, sparsify.REGIME_ORDERS, s) for s in (sparsify.MODERATE, sparsify.AGGRESSIVE)]
         entropy = sparsify.best(tried, ("entropy", "entropy-reversed"), sparsify.MODERATE)
         for verdict in (claims.c11(curves, best[0], entropy), claims.c12(curves, best[1])):

@@ -34,6 +34,7 @@ FORMAT = 1  # of the tables; raise it when their meaning changes
 # The modules that decide a number, whatever is measured: results of other code are never continued or mixed.
 _CODE = ("_kernels", "attention", "corpora", "geometry", "models", "store", "study", "tables")
 
+CURVE = ["document", "order", "retention"]  # names a row of retention curves
 
 # Of windows that share a forward pass on a GPU: as many tokens as fill its products, and no more windows than one would
 # want to lose to a kill.
@@ -478,7 +479,7 @@ def load_all(folder: str | Path, analysis: str = "retention") -> pd.DataFrame:
     """The tables of all sets of orders of a study, of whatever code, one after the other; the same row counts once."""
     marks = {(stamp_of(f) or "").split(" ")[-1] for f in Path(folder).glob(f"{analysis}-*/*.parquet")}
     tables = [load_table(folder, analysis, mark, any_code=True) for mark in sorted(marks)]
-    return pd.concat(tables, ignore_index=True).drop_duplicates(["document", "order", "retention"], ignore_index=True)
+    return pd.concat(tables, ignore_index=True).drop_duplicates(CURVE, ignore_index=True)
 
 
 def _known(analysis: str) -> None:

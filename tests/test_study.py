@@ -345,7 +345,7 @@ def test_results_of_other_code_are_another_study():
     assert not any(set(a.code) & set(S._CODE) for a in ANALYSES.values())
     named = set(S._CODE).union(*(a.code for a in ANALYSES.values()))
     # Files that are fetched, and pruned models, are known by the hashes of their files; a worker does what is done here.
-    assert named == seen - {"errors", "fetch", "pruning", "cluster", "progress"}
+    assert named == seen - {"errors", "fetch", "pruning", "cluster", "hub", "progress"}
 
 
 def test_results_go_to_the_folder_of_the_key(fields, model, tmp_path, monkeypatch):
