@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import warnings
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +18,8 @@ class _OneSentence(TyperGroup):
     """What a user can mend becomes one sentence and exit code 2; Ctrl-C says that nothing is lost."""
 
     def main(self, *args, **kwargs):
-        """Typer's own complaints (an unknown option, a missing one) in one line as well."""
+        """Typer's own complaints (an unknown option, a missing one) and warnings in one line as well."""
+        warnings.formatwarning = lambda message, *_: f"geomlib: {message}\n"
         try:
             sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}) or 0)
         except Exception as e:
@@ -266,7 +268,7 @@ def run(
     """Run the book's chapters on a model: notebooks, tables, figures and scorecard in a folder; the committed ones stay."""
     from geomlib import runs
 
-    asked = _asked(model, revision, corpus, profile, settings, dtype, bits)
+    asked = _asked(model, revision, corpus, profile, settings, chapters, dtype, bits)
     environ = _load_options(device, dtype, device_map, bits) | ({"GEOMLIB_SCHEDULER": scheduler} if scheduler else {})
     out, failed = runs.execute(asked, out, _names(chapters), environ)
     try:
@@ -296,7 +298,7 @@ def estimate(
     bits: Bits = None,
 ) -> None:
     """How long a run will take here and how much memory, from a probe of about a minute."""
-    asked = _asked(model, revision, corpus, profile, settings, dtype, bits)
+    asked = _asked(model, revision, corpus, profile, settings, chapters, dtype, bits)
     os.environ |= _load_options(device, dtype, device_map, bits)
     from geomlib import estimate as e
 
@@ -345,17 +347,17 @@ def compare(
         typer.echo(f"measures.csv and the figures are in {out}.")
 
 
-def _asked(model, revision, corpus, profile, settings, dtype, bits):
-    """What was asked for as a `Run`, the model pinned: what is wrong with it shows before a chapter starts."""
+def _asked(model, revision, corpus, profile, settings, chapters, dtype, bits):
+    """What was asked for as a `Run`, the model pinned: what is wrong with it shows before anything is fetched or started."""
+    from geomlib import runs
     from geomlib.models import pinned
     from geomlib.notebooks import parse_settings
-    from geomlib.runs import Run
 
     corpora = tuple(str(Path(c).absolute()) if Path(c).is_file() else c for c in corpus or [])
     load = {k: v for k, v in (("dtype", dtype), ("bits", bits)) if v is not None}
-    return Run(
-        model=pinned(model, revision), corpora=corpora, profile=profile.value, settings=parse_settings(settings or []), load=load,
-    )  # fmt: skip
+    fields = {"corpora": corpora, "profile": profile.value, "settings": parse_settings(settings or []), "load": load}
+    runs.check(runs.Run(model=model, **fields), _names(chapters))
+    return runs.Run(model=pinned(model, revision), **fields)
 
 
 def _load_options(device, dtype, device_map, bits) -> dict[str, str]:

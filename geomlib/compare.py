@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from geomlib import claims, runs, scorecard
+from geomlib import claims, runs, scorecard, sparsify
 from geomlib.errors import GeomlibError
 from geomlib.models import Model
 from geomlib.stats import advantage, damage_curves, regime_shares, summary
 from geomlib.study import Study
 
 COLUMNS = ["model", "corpus", "queries", "quantity", "group", "x", "mean", "low", "high", "documents"]
+BY_REGIME = "best by regime"  # the regime order that did least damage on the calibration documents, as in C11
 _FILE = "measures.csv"
 
 # Figures of the paper (arXiv 2602.01893) for its own models, LLaMA, Gemma and Mistral of 7 and more billion weights, on
@@ -47,7 +48,7 @@ def measures(out: str | Path) -> pd.DataFrame:
     Returns:
         `COLUMNS`. quantity (x): "F" and "advantage" over random sets (N), groups by control; "sink cost", F without the sink
         less F with it, where it is selected (N); "times smaller" and "negative cosine", over heads; "share" of a regime; "damage"
-        (retention), groups by order.
+        (retention), groups by order, `BY_REGIME` once more under its own name.
     """
     out = Path(out)
     found = scorecard.studies(out)
@@ -90,9 +91,12 @@ def measures(out: str | Path) -> pd.DataFrame:
             add(study, "", quantity, part.reindex(columns=["group", "mean", "low", "high", "documents"]), "group")
     for study in scorecard.largest(found, "taxonomy", "all").values():
         add(study, "all", "share", regime_shares(study.load("taxonomy")), "regime")
-    _, _, curves, judged = scorecard.removal(found)
+    _, tried, curves, judged = scorecard.removal(found)
     if judged:
         curves = damage_curves(curves).rename(columns={"damage": "mean"})
+        if tried is not None:
+            best = sparsify.best(tried, sparsify.REGIME_ORDERS, sparsify.MODERATE)
+            curves = pd.concat([curves, curves[curves["order"] == best].assign(order=BY_REGIME)])
         add(judged, "", "damage", curves[curves["retention"] < 1], "order", "retention")
     if not parts:
         raise GeomlibError(f"{out} has no chapter's tables to compare yet: run chapters 02 to 05, it continues.")
@@ -177,7 +181,7 @@ def side_by_side(table: pd.DataFrame, queries: str = "last") -> dict[str, pd.Dat
     )
     found["share of the heads, by regime"] = _wide(table[table["quantity"] == "share"], "group")
     part = table[(table["quantity"] == "damage") & table["x"].isin([0.8, 0.5, 0.2])]
-    names = [n for n in ("random", "magnitude", "contribution", "gradient", "damage") if n in set(part["group"])]
+    names = [n for n in ("random", "magnitude", "gradient", "damage", BY_REGIME) if n in set(part["group"])]
     shown = part[part["group"].isin(names)].assign(x=part["x"].map("{:.0%} kept".format))
     found["damage of removing heads, by order"] = _wide(shown, "x", ["model", "group"])
     return {title: wide for title, wide in found.items() if len(wide)}

@@ -107,6 +107,10 @@ _PLANS: dict[str, Callable[[dict], list]] = {
     "05": _removal,
 }
 
+# Passes with the loss that the removal chapter makes beside its studies: rows of tables measured again, critical heads alone
+# and together, pruned copies.
+_PASSES: dict[str, Callable[[dict], int]] = {"05": lambda p: 2 * p["recheck"] + 20 * p["windows"]}
+
 
 def estimate(run: Run, names: Sequence[str] = (), progress: Callable[[str], None] = lambda line: None) -> Estimate:
     """Time and memory of a run on this machine, measured in about a minute.
@@ -114,36 +118,42 @@ def estimate(run: Run, names: Sequence[str] = (), progress: Callable[[str], None
     Raises:
         GeomlibError: as `load_model`, and a model whose weights do not fit into this machine's memory.
     """
-    work = plan(run, names)
-    seconds = dict.fromkeys([b.stem for b in chapters(list(names))], _CHAPTER_SECONDS)
-    most = 0.0
+    work, books = plan(run, names), chapters(list(names))
+    seconds = dict.fromkeys([b.stem for b in books], _CHAPTER_SECONDS)
+    memory = 0.0
     for name in dict.fromkeys(w.fields["model"] for w in work):
         progress(f"loading {name} ...")
         _refuse_too_large(name)
         started = time.monotonic()
         model = load_model(name)
-        loading = time.monotonic() - started
-        mine = [w for w in work if w.fields["model"] == name]
-        for chapter in {w.chapter for w in mine}:
-            seconds[chapter] += loading
-        timed: dict = {}
-        empty = _peak()
+        loading, empty = time.monotonic() - started, _peak()
+        mine, timed = [w for w in work if w.fields["model"] == name], {}
+        rows = dict.fromkeys([w.chapter for w in mine], 0.0)
         for w in mine:
-            if w.points == 0 and w.analyses != ("retention",):
-                progress(f"timing {', '.join(w.analyses)} ...")
-            rows = _rows(w, model)
-            seconds[w.chapter] += rows * _ROW_SECONDS + w.studies * w.fields["windows"] * _window(w, model, timed)
-            most = max(most, rows * _ROW_BYTES)
-        longest = max(w.fields["length"] for w in mine)
-        most = max(most + empty, empty + (_peak() - empty) * longest / max(PROBE))
+            progress(f"timing {', '.join(w.analyses)} ...")
+            rows[w.chapter] += _rows(w, model)
+            seconds[w.chapter] += w.studies * w.fields["windows"] * _window(w, model, timed)
+        for chapter in rows:
+            seconds[chapter] += loading + rows[chapter] * _ROW_SECONDS
+        for book in books if name == run.model else []:
+            if passes := _PASSES.get(book.stem.split("_")[0]):
+                known = parameters(book)
+                p = known | run.values(book, known, Path())
+                fields = {"model": name, "corpus": p["corpus"], "length": p["length"], "windows": 1}
+                count = Work(book.stem, fields, ("nll",), points=passes(p))
+                seconds[book.stem] += _window(count, model, timed)
+                copies = 2 * sum(t.nbytes for t in model.hf.parameters())  # smaller ones, made beside it
+                memory = max(memory, empty + copies)
+        grown = (_peak() - empty) * max(w.fields["length"] for w in mine) / max(PROBE)
+        memory = max(memory, empty + grown + max(rows.values()) * _ROW_BYTES)
         del model
-    return Estimate(seconds, most or float(_peak()))
+    return Estimate(seconds, memory or float(_peak()))
 
 
 def _window(w: Work, model: Model, timed: dict) -> float:
     """Seconds of one window of this work."""
     length = w.fields["length"]
-    if set(w.analyses) & {"scan", "retention"} and _comes_with_the_book(Study(**w.fields), model, w.analyses[-1]):
+    if {"scan", "retention"} & {*w.analyses} and _comes_with_the_book(Study(**w.fields), model, w.analyses[-1]):
         return 0.0
     kind = (
         w.analyses,
@@ -173,7 +183,7 @@ def _timed(w: Work, model: Model, length: int) -> float:
     sizes = tuple(n for n in Study.model_fields["sizes"].default if n < length)
     study = Study(**(fields | {"sizes": sizes}))
     windows, passes = study.take(model), 0.0
-    if "retention" in w.analyses:
+    if {"retention", "nll"} & {*w.analyses}:
         mask = torch.ones(model.layers, model.query_heads)
         mask[model.layers // 2, 0] = 0
         return _clock(lambda: sparsify.nll(model, windows, head_mask=mask))
@@ -236,6 +246,11 @@ def _refuse_too_large(name: str) -> None:
     dtype, _ = _placement(load.get("dtype"), load.get("device"), {})
     bits = load.get("bits") or 8 * getattr(dtype, "itemsize", 4)
     needed, free = weights(name) * bits / 8, psutil.virtual_memory().available
+    fits(needed, free, name)
+
+
+def fits(needed: float, free: float, name: str) -> None:
+    """Refuse what is larger than the memory."""
     if needed > free:
         raise GeomlibError(
             f"{name} needs {needed / 1e9:.0f} GB for its weights and {free / 1e9:.0f} GB are free: give --dtype bfloat16 or --bits 4, "

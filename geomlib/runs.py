@@ -87,6 +87,20 @@ class Run(BaseModel):
         return Path("runs") / f"{safe}-{self.profile}-{key}"
 
 
+def check(run: Run, names: Sequence[str] = ()) -> dict[Path, dict]:
+    """The chapters of a run and the parameters they know, if all that is asked for fits them (`execute`)."""
+    known = {b: parameters(b) for b in chapters(list(names))}
+    for name in run.settings:
+        if name in _BY_OPTION:
+            raise GeomlibError(f"{name} is not for --set: give {_BY_OPTION[name]} instead.")
+        if not any(name in k for k in known.values()):
+            every = sorted({n for k in known.values() for n in k} - {*_BY_OPTION})
+            raise GeomlibError(f"no chapter has a parameter {name}: known are {', '.join(every)}.")
+    for book, there in known.items():
+        check_parameters(book, run.values(book, there, Path()))
+    return known
+
+
 def execute(
     run: Run, out: Path | None = None, names: Sequence[str] = (), environ: dict[str, str] | None = None
 ) -> tuple[Path, dict[str, str]]:
@@ -106,16 +120,8 @@ def execute(
             in which another process is running.
         KeyboardInterrupt: stopped; what is finished is kept.
     """
-    books = chapters(list(names))
-    known = {b: parameters(b) for b in books}
-    for name in run.settings:
-        if name in _BY_OPTION:
-            raise GeomlibError(f"{name} is not for --set: give {_BY_OPTION[name]} instead.")
-        if not any(name in k for k in known.values()):
-            every = sorted({n for k in known.values() for n in k} - {*_BY_OPTION})
-            raise GeomlibError(f"no chapter has a parameter {name}: known are {', '.join(every)}.")
-    for book in books:  # before the folder's name is made of them
-        check_parameters(book, run.values(book, known[book], Path()))
+    known = check(run, names)  # before the folder's name is made of it
+    books = list(known)
     out = Path(out or run.folder).absolute()
     if out.resolve() in {b.parent.resolve() for b in books}:
         raise GeomlibError(f"{out} holds the notebooks themselves, which a run leaves as they are: give another --out.")
@@ -134,11 +140,15 @@ def execute(
             socket.unlink()
         log.info("run of %s, profile %s: %s", run.model, run.profile, ", ".join(b.stem for b in books))
         for i, (book, values) in enumerate(given.items()):
-            if _finished(record, book, out):
+            # A chapter that reads the run itself has to be made again when another one has been measured since.
+            over = {n: c["stamp"] for n, c in record["chapters"].items() if n != book.stem} if "runs" in values else {}
+            if _finished(record, book, out) and record["chapters"][book.stem].get("over", {}) == over:
                 print(f"[{i + 1}/{len(books)}] {book.stem}: finished before", file=sys.stderr)
                 continue
             started = time.monotonic()
             record["chapters"][book.stem] = {"status": "stopped", "stamp": stamps[book], "parameters": values}
+            if over:
+                record["chapters"][book.stem]["over"] = over
             _save(out, record)
             with _environment({"GEOMLIB_RESULTS": str(out / "tables"), **(environ or {})}):
                 wrong = _chapter(book, values, out, f"[{i + 1}/{len(books)}] {book.stem}")

@@ -197,6 +197,10 @@ def _stored(out: Path) -> dict:
 
 def over(cards: Sequence[dict]) -> list[dict]:
     """The rows of several models, with C9 over all of them where there is more than one."""
+    names = [c["model"] for c in cards]
+    for name in names:
+        if names.count(name) > 1:
+            raise GeomlibError(f"{names.count(name)} of the runs are of {name}: give one run a model.")
     rows = [r for c in cards for r in c["rows"]]
     models = {c["model"]: c["dominance"] for c in cards if c["dominance"]}
     if len(models) > 1:

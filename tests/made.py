@@ -17,8 +17,6 @@ from test_study import save_model, save_texts
 
 import geomlib
 from geomlib import notebooks, store
-from geomlib import study as S
-from geomlib.corpora import text_corpus
 from geomlib.runs import Run
 from geomlib.study import ANALYSES, Study
 
@@ -96,7 +94,7 @@ def measure(place: Path) -> Measured:
     """What the chapters measure, in this process and without what they print and draw, on a model with random weights and two files of
     random words."""
     model = save_model(place / "model", max_position_embeddings=256)
-    texts = {f"{n}.jsonl": save_texts(place / f"{n}.jsonl", 12, 290 + i) for i, n in enumerate("ab")}
+    texts = [str(save_texts(place / f"{n}.jsonl", 12, 290 + i)) for i, n in enumerate("ab")]
     settings = {"length": 64, "final_windows": 4}
     asked = Run(model=str(model), corpora=tuple(texts), profile="quick", settings=settings)
     out, studies, run = record(place / "out", asked), defaultdict(set), Study.run
@@ -107,14 +105,9 @@ def measure(place: Path) -> Measured:
         studies[now[0]] |= {(self, a) for a in ([analyses] if isinstance(analyses, str) else analyses)}
         return found
 
-    def load(name, **_):
-        return text_corpus(texts[name])
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"GEOMLIB_RESULTS": str(out / "tables")}))
         stack.enter_context(mock.patch.object(Study, "run", noted))
-        stack.enter_context(mock.patch.object(S, "load_corpus", load))
-        stack.enter_context(mock.patch.object(geomlib, "load_corpus", load, create=True))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         for book in notebooks.chapters(CHAPTERS):

@@ -379,3 +379,35 @@ def test_what_was_measured_stays_when_the_hub_fails(hub, users, tmp_path):
     hub.faults.clear()
     assert users.command(*arguments).code == 0
     pd.testing.assert_frame_equal(pd.read_parquet(second), whole)
+
+
+def test_a_run_by_the_papers_profile_takes_model_and_texts_from_the_hub(hub, users, tmp_path):
+    """The whole way of the command: the revision becomes a commit, the kernel asks the same hub, both data sets are streamed."""
+    out = tmp_path / "run"
+    small = [f"--set={x}" for x in ("length=40", "windows=2", "final_windows=2", "random_rankings=1")]
+    arguments = [
+        "--model",
+        "org/tiny",
+        "--revision",
+        OLD,
+        "--profile",
+        "paper",
+        "--chapters",
+        "02",
+        *small,
+        "--out",
+        str(out),
+    ]
+    real = subprocess.run(
+        [Path(sys.executable).with_name("geomlib"), "run", *arguments], cwd=Path(__file__).parent.parent,
+        env=users.environ, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert real.returncode == 0, real.stderr
+    asked = json.loads((out / "run.json").read_text())["asked"]
+    assert (asked["model"], asked["profile"]) == (f"org/tiny@{OLD}", "paper")
+    records = [json.loads(p.read_text()) for p in out.glob("tables/*/study.json")]
+    assert {r["model"]["revision"] for r in records} == {OLD}
+    texts = {(r["corpus"]["repository"], r["study"]["queries"]) for r in records}
+    assert texts == {(name, q) for name in ("Salesforce/wikitext", "Skylion007/openwebtext") for q in ("all", "last")}
+    card = json.loads((out / "scorecard.json").read_text())
+    assert {r["corpus"] for r in card["rows"] if r["claim"] == "C1"} == {"wikitext-103", "openwebtext"}

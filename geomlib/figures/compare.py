@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from geomlib import claims
+from geomlib.compare import BY_REGIME
 from geomlib.figures.base import curve, doubling
 from geomlib.figures.sparsify import _damage_axis
 from geomlib.taxonomy import REGIMES
@@ -73,10 +74,10 @@ def sink_compared(table: pd.DataFrame, queries: str = "last") -> Figure:
     left.set_xticks([0.5, 1, 2, 3, 5, 10, 20], ["0.5", "1", "2", "3", "5", "10", "20"])
     left.minorticks_off()
     left.set_yticks(range(len(places)), [f"{m}\n{c}" for m, c in places])
-    left.invert_yaxis()
+    left.set_ylim(len(places) - 0.5, -0.5)
     left.grid(axis="y", visible=False)
     left.set_xlabel("the sink's value: times smaller than the others'")
-    left.legend(loc="lower right", fontsize="small")
+    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1), fontsize="small")
     cost = _of(table, "sink cost", queries)
     corpora = list(dict.fromkeys(cost["corpus"]))
     for (model, corpus), rows in cost.groupby(["model", "corpus"], sort=False):
@@ -116,7 +117,7 @@ def shares_compared(table: pd.DataFrame) -> Figure:
 
 def retention_compared(
     table: pd.DataFrame,
-    orders: tuple[str, ...] = ("random", "magnitude", "gradient", "damage", "reset-retriever-mixer"),
+    orders: tuple[str, ...] = ("random", "magnitude", "gradient", "damage", BY_REGIME),
 ) -> Figure:
     """Damage over the share of heads that stays, a panel for each model, a line for each of a few orders."""
     part, models = table[table["quantity"] == "damage"], list(dict.fromkeys(table["model"]))
