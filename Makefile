@@ -143,9 +143,9 @@ nbval: .make/fetch
 # side by side.
 papermill: .make/fetch
 	rm -rf runs/check-gemma runs/check-texts
-	$(ONE_THREAD) $(BIN)/geomlib run --model gemma3-270m --profile quick --set layer=9 --set head=2 --out runs/check-gemma & first=$$!; \
+	$(ONE_THREAD) $(BIN)/geomlib run --model gemma3-270m --profile quick --set layer=9 --set head=2 --set calibrate=1 --set "retentions=[0.8, 0.4]" --out runs/check-gemma & first=$$!; second=0; \
 	$(ONE_THREAD) $(BIN)/geomlib run --profile quick --chapters 01,02,03,04 --corpus vital-articles-fr --corpus vital-articles-es \
-	  --set "sentence=La capitale de l'Italie est Rome, et la capitale de la France est" --out runs/check-texts; second=$$?; \
+	  --set "sentence=La capitale de l'Italie est Rome, et la capitale de la France est" --out runs/check-texts || second=$$?; \
 	wait $$first && exit $$second
 
 strict-html:
@@ -174,4 +174,4 @@ environment.yml: requirements.lock
 	  echo "  - pip"; echo "  - pip:"; sed -e '/^#/d' -e '/^$$/d' -e "s/'/''/g" -e "s/.*/      - '&'/" requirements.lock; } > $@
 
 clean:
-	rm -rf _build .make runs
+	rm -rf _build .make runs/check-* runs/studies

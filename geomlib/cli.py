@@ -297,7 +297,7 @@ def estimate(
     device_map: DeviceMap = None,
     bits: Bits = None,
 ) -> None:
-    """How long a run will take here and how much memory, from a probe of about a minute."""
+    """How long a run will take here and how much memory, from a short timed probe."""
     asked = _asked(model, revision, corpus, profile, settings, chapters, dtype, bits)
     os.environ |= _load_options(device, dtype, device_map, bits)
     from geomlib import estimate as e

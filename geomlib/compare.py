@@ -1,5 +1,6 @@
 """Models side by side: the curves and shares of runs as one tidy table, beside what the paper published."""
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -142,12 +143,14 @@ def recheck(out: str | Path, model: Model, corpus: str) -> pd.DataFrame:
     if not same:
         raise GeomlibError(f"{out} has no separability of the final query on {corpus}: name another corpus.")
     fields = {k: v for k, v in same[0].items() if k != "analyses"}
-    again = Study(**fields).run(model=model)
+    with tempfile.TemporaryDirectory() as elsewhere:  # where no earlier tables are
+        again = Study(**fields).run(elsewhere, model=model)
     part = again[(again["control"] == "none") & (again["size"] > 1)]
     now = summary(part, "f").set_index("size")["mean"]
     mine = (table["quantity"] == "F") & (table["group"] == "none") & (table["queries"] == "last")
     stored = table[mine & (table["corpus"] == corpus)].set_index("x")["mean"]
-    return pd.DataFrame({"stored": stored.rename_axis("size"), "now": now}).reset_index()
+    found = pd.DataFrame({"stored": stored.rename_axis("size"), "now": now}).reset_index()
+    return found.astype({"size": int})
 
 
 def beside(table: pd.DataFrame) -> pd.DataFrame:
@@ -160,7 +163,8 @@ def beside(table: pd.DataFrame) -> pd.DataFrame:
         percent = high < 1
         paper = f"{low:.1%} to {high:.1%}" if percent else f"{low} to {high}"
         for r in part.itertuples(index=False):
-            ours = " ".join(f"{x:.1%}" if percent else f"{x:.2f}" for x in (r.mean, r.low, r.high) if pd.notna(x))
+            mean, *ends = (f"{x:.1%}" if percent else f"{x:.2f}" for x in (r.mean, r.low, r.high) if pd.notna(x))
+            ours = f"{mean} [{', '.join(ends)}]" if ends else mean
             rows.append((what, paper, r.model, r.corpus, ours, "inside" if low <= r.mean <= high else "outside"))
     return pd.DataFrame(rows, columns=["what", "paper", "model", "corpus", "ours [95 %]", "ours is"])
 
@@ -169,20 +173,22 @@ def side_by_side(table: pd.DataFrame, queries: str = "last") -> dict[str, pd.Dat
     """Small tables for reading, rows (model, corpus): title -> values with intervals."""
     found = {}
     for title, quantity, group, xs in (
-        ("F of attention's top N", "F", "none", (2, 8, 32, 128)),
-        ("advantage over random sets", "advantage", "", (2, 8, 32, 128)),
-        ("F without the sink less F with it, where it is selected", "sink cost", "", (2, 8, 32, 128)),
+        ("F of attention's top N", "F", "none", (2, 8, 32)),
+        ("advantage over random sets", "advantage", "", (2, 8, 32)),
+        ("F without the sink less F with it, where it is selected", "sink cost", "", (2, 8, 32)),
     ):
         part = table[(table["quantity"] == quantity) & (table["group"] == group) & (table["queries"] == queries)]
         found[f"{title}, by N"] = _wide(part[part["x"].isin(xs)].assign(x=part["x"].astype(int)), "x")
     part = table[table["quantity"].isin(["times smaller", "negative cosine"])]
-    found["the sink's value: times smaller (over heads), heads with a negative mean cosine"] = _wide(
-        part.assign(x=part["quantity"] + ", " + part["group"]), "x"
+    label = part["group"].where(part["quantity"] == "times smaller", "cosine below 0")
+    found["the sink's value: times smaller, over heads; heads with a mean cosine below 0"] = _wide(
+        part.assign(x=label), "x"
     )
     found["share of the heads, by regime"] = _wide(table[table["quantity"] == "share"], "group")
     part = table[(table["quantity"] == "damage") & table["x"].isin([0.8, 0.5, 0.2])]
     names = [n for n in ("random", "magnitude", "gradient", "damage", BY_REGIME) if n in set(part["group"])]
-    shown = part[part["group"].isin(names)].assign(x=part["x"].map("{:.0%} kept".format))
+    shown = part[part["group"].isin(names)].sort_values("x", ascending=False, kind="stable")
+    shown = shown.assign(x=shown["x"].map("{:.0%} kept".format))
     found["damage of removing heads, by order"] = _wide(shown, "x", ["model", "group"])
     return {title: wide for title, wide in found.items() if len(wide)}
 

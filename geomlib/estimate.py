@@ -23,7 +23,7 @@ from geomlib.errors import GeomlibError
 from geomlib.models import LOAD, Model, _placement, config_of, load_model
 from geomlib.notebooks import chapters, parameters
 from geomlib.runs import Run
-from geomlib.study import Study, _published
+from geomlib.study import Study
 
 PROBE = (96, 192)  # tokens of the two probes
 # What a chapter takes beside its studies: kernel, imports, figures; and reading, averaging and drawing anew a table's rows.
@@ -113,7 +113,7 @@ _PASSES: dict[str, Callable[[dict], int]] = {"05": lambda p: 2 * p["recheck"] + 
 
 
 def estimate(run: Run, names: Sequence[str] = (), progress: Callable[[str], None] = lambda line: None) -> Estimate:
-    """Time and memory of a run on this machine, measured in about a minute.
+    """Time and memory of a run on this machine, from a short probe.
 
     Raises:
         GeomlibError: as `load_model`, and a model whose weights do not fit into this machine's memory.
@@ -127,6 +127,7 @@ def estimate(run: Run, names: Sequence[str] = (), progress: Callable[[str], None
         started = time.monotonic()
         model = load_model(name)
         loading, empty = time.monotonic() - started, _peak()
+        progress(model.checked)
         mine, timed = [w for w in work if w.fields["model"] == name], {}
         rows = dict.fromkeys([w.chapter for w in mine], 0.0)
         for w in mine:
@@ -144,7 +145,8 @@ def estimate(run: Run, names: Sequence[str] = (), progress: Callable[[str], None
                 seconds[book.stem] += _window(count, model, timed)
                 copies = 2 * sum(t.nbytes for t in model.hf.parameters())  # smaller ones, made beside it
                 memory = max(memory, empty + copies)
-        grown = (_peak() - empty) * max(w.fields["length"] for w in mine) / max(PROBE)
+        longest = max(w.fields["length"] for w in mine if w.fields["windows"] == max(v.fields["windows"] for v in mine))
+        grown = (_peak() - empty) * longest / max(PROBE)
         memory = max(memory, empty + grown + max(rows.values()) * _ROW_BYTES)
         del model
     return Estimate(seconds, memory or float(_peak()))
@@ -173,8 +175,13 @@ def _window(w: Work, model: Model, timed: dict) -> float:
 def _comes_with_the_book(study: Study, model: Model, analysis: str) -> bool:
     """Whether the book has this very study's tables of the analysis, whatever the orders: a run takes those."""
     _, *inputs = study._inputs(model)
-    found = _published(study._record(model, *inputs), {})
-    return found is not None and any(found.glob(f"{analysis}*/*.parquet"))
+    record = {k: v for k, v in study._record(model, *inputs).items() if k not in ("versions", "key")}
+    for root in (Path.cwd(), Path(__file__).parent.parent):
+        for path in root.glob("book/studies/*/study.json"):
+            there = json.loads(path.read_text())
+            if all(there.get(k) == v for k, v in record.items()) and any(path.parent.glob(f"{analysis}*/*.parquet")):
+                return True
+    return False
 
 
 def _timed(w: Work, model: Model, length: int) -> float:

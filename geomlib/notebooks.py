@@ -12,12 +12,9 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-from traitlets.config import Config
 
 from geomlib.errors import GeomlibError
 
-# Sockets in the file system: no ports to clash, nothing on the network.
-KERNEL = Config({"KernelManager": {"transport": "ipc"}})
 _CELL_SECONDS = 1800
 _WORDS = {
     int: "a whole number",
@@ -42,7 +39,7 @@ def chapters(names: list[str]) -> list[Path]:
     known = sorted(folder().glob("[0-9]*.ipynb"))
     found = []
     for name in names:
-        match = [p for p in known if p.stem == name.removesuffix(".ipynb") or p.stem.split("_")[0] == name]
+        match = [p for p in known if p.stem == name.removesuffix(".ipynb") or p.stem.split("_")[0] == name.zfill(2)]
         if not match:
             raise GeomlibError(f"there is no notebook {name}: give one of {', '.join(p.stem for p in known)}.")
         found += match
@@ -143,10 +140,7 @@ def regenerate(names: list[str]) -> None:
         notebook = nbformat.read(book, as_version=4)
         place = {"metadata": {"path": str(folder().parent)}}
         try:
-            client = NotebookClient(
-                notebook, timeout=_CELL_SECONDS, kernel_name="python3", resources=place, config=KERNEL
-            )
-            client.execute()
+            NotebookClient(notebook, timeout=_CELL_SECONDS, kernel_name="python3", resources=place).execute()
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as e:
             last = str(e).strip().splitlines()[-1]
             raise GeomlibError(f"{book.stem} failed ({last}): the committed notebook is as it was.") from e

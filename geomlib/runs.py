@@ -31,10 +31,11 @@ import papermill
 from filelock import FileLock, Timeout
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from pydantic import BaseModel, ConfigDict
+from traitlets.config import Config
 
 from geomlib import __version__
 from geomlib.errors import GeomlibError
-from geomlib.notebooks import KERNEL, chapters, check_parameters, code_hash, parameters, sources_hash
+from geomlib.notebooks import chapters, check_parameters, code_hash, parameters, sources_hash
 
 # Values of the notebooks' parameters, for all chapters and for some; where a profile says nothing, the notebook's own
 # default holds. `windows` counts documents whose queries are all measured, `final_windows` those of the final query alone.
@@ -54,6 +55,8 @@ PROFILES: dict[str, dict[str, dict]] = {
     },
 }  # fmt: skip
 _BY_OPTION = {"model_name": "--model", "corpora": "--corpus", "corpus": "--corpus", "runs": "geomlib scorecard"}
+# Sockets in the run's folder, which one process has at a time: no ports to clash, nothing on the network.
+_KERNEL = Config({"KernelManager": {"transport": "ipc"}})
 _CELL_SECONDS = 7 * 24 * 3600  # of a large model on a large profile; who wants less stops it and goes on later
 _LINE_SECONDS = 60  # between lines about progress where they are not overwritten
 
@@ -172,7 +175,7 @@ def _chapter(book: Path, values: dict, out: Path, title: str) -> str | None:
         try:
             papermill.execute_notebook(
                 str(book), str(out / book.name), parameters=values, cwd=str(out), kernel_name="python3",
-                progress_bar=bar, execution_timeout=_CELL_SECONDS, config=KERNEL,
+                progress_bar=bar, execution_timeout=_CELL_SECONDS, config=_KERNEL,
             )  # fmt: skip
         except KeyboardInterrupt:
             # The cell that was waited for is never asked again, of which asyncio would print a traceback at the very end.

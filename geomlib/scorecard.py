@@ -71,7 +71,7 @@ def largest(found: Sequence[Found], analysis: str, queries: str = "") -> dict[st
     for f in found:
         if queries in ("", f.record["study"]["queries"]) and f.has(analysis):
             chosen.setdefault(f.corpus, f)
-    return chosen
+    return dict(sorted(chosen.items()))
 
 
 class Removal(NamedTuple):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from test_models import hub, save
+from test_models import save
 from test_study import GEOMLIB, LAYERS, _poison, command, files, leftovers, record, save_model, save_texts, words
 
 from geomlib.models import EMBEDDED
@@ -167,13 +167,6 @@ def test_no_network(given, tmp_path):
     done = measure(tmp_path / "out", env, **given | {"model": "org/model"})
     refused(done, "The model hub cannot be reached for org/model: .*or use an embedded model")
     assert time.monotonic() - start < 60
-
-
-def test_a_gated_model_without_a_token(given, tmp_path):
-    with hub(tmp_path / "hub") as endpoint:
-        env = {"HF_ENDPOINT": endpoint, "HF_HOME": tmp_path / "hf", "HF_HUB_DISABLE_XET": "1"}
-        done = measure(tmp_path / "out", env, **given | {"model": "org/gated"})
-    refused(done, "org/gated is gated: accept its terms on its model page, then set HF_TOKEN")
 
 
 def test_an_encoder_model(given, tmp_path):

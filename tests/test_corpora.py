@@ -3,13 +3,11 @@
 import hashlib
 import json
 import tarfile
-import textwrap
 from io import BytesIO
 from itertools import pairwise
 
 import pandas as pd
 import pytest
-from test_models import COMMIT, hub, run_with_hub
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -286,72 +284,3 @@ def test_detokenising_is_done_on_request_and_recorded(monkeypatch, tmp_path):
     assert [d.text for d in loaded.documents()] == ["T\nwell-known."]
     assert loaded.source["detokenised"] is True
     assert [d.text for d in load_corpus("vital-articles").documents()] == ["T\nwell @-@ known ."]
-
-
-# --- the hub ----------------------------------------------------------------------------------------------------------
-
-READ = """
-    import itertools
-    from geomlib.corpora import load_corpus
-    from geomlib.errors import GeomlibError
-    def attempt(name, **kwargs):
-        try:
-            corpus = load_corpus(name, **kwargs)
-            print([(d.id, d.text) for d in itertools.islice(corpus.documents(), 2)], corpus.source["revision"])
-        except GeomlibError as e:
-            print(e)
-"""
-
-
-def test_hub_corpora(tmp_path):
-    root = tmp_path / "hub" / "datasets"
-
-    def write(path, **columns):
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        pd.DataFrame(columns).to_parquet(root / path)
-
-    write("org/texts/data/train-00000-of-00001.parquet", text=["a", "b", "c"])
-    write("org/columns/data/train-00000-of-00001.parquet", content=["a"])
-    write("Skylion007/openwebtext/plain_text/train-00000-of-00001.parquet", text=["web", "text"])
-    write(
-        "Salesforce/wikitext/wikitext-103-raw-v1/train-00000-of-00001.parquet",
-        text=["", " = A = \n", " x , y \n", "", " = B = \n", " z"],
-    )
-    (root / "Salesforce/wikitext/README.md").write_text(
-        textwrap.dedent("""\
-        ---
-        configs:
-        - config_name: wikitext-103-raw-v1
-          data_files:
-          - split: train
-            path: wikitext-103-raw-v1/train-*
-        ---
-        """)
-    )
-    with hub(tmp_path / "hub") as endpoint:
-        code = (
-            READ
-            + """
-    attempt("org/texts")
-    attempt("openwebtext")
-    attempt("wikitext-103", revision="main")
-    attempt("wikitext-103", detokenise=True)
-    attempt("org/columns")
-    attempt("org/texts", revision="absent")
-    attempt("org/absent")
-    attempt("org/gated")
-"""
-        )
-        out, err = run_with_hub(endpoint, tmp_path / "home", code)
-    lines = out.splitlines()
-    assert len(lines) == 8, err
-    assert lines[0] == f"{[('0', 'a'), ('1', 'b')]} {COMMIT}"
-    assert lines[1] == f"{[('0', 'web'), ('1', 'text')]} {COMMIT}"
-    assert (
-        lines[2] == f"{[('0', ' = A = ' + chr(10) + ' x , y ' + chr(10)), ('1', ' = B = ' + chr(10) + ' z')]} {COMMIT}"
-    )
-    assert "x, y" in lines[3]
-    assert "org/columns has no text column (it has content)" in lines[4]
-    assert "org/texts has no revision absent" in lines[5]
-    assert "The hub has no public dataset org/absent" in lines[6]
-    assert "org/gated is gated: accept its terms" in lines[7]

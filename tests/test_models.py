@@ -1,20 +1,13 @@
 """Loading: embedded models, local folders and the hub; what is refused, and in which words."""
 
-import hashlib
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
-import time
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import parse_qs
 
 import gguf
 import numpy as np
@@ -344,152 +337,3 @@ def test_the_capital_of_italy(name):
     ids = [model.tokenizer.bos_token_id, *model.tokenizer(text, add_special_tokens=False).input_ids]
     logits = model.hf(torch.tensor([ids])).logits[0, -1]
     assert model.tokenizer.decode([int(logits.argmax())]) == " Rome"
-
-
-# --- the hub ----------------------------------------------------------------------------------------------------------
-
-COMMIT = "c0ffee" + "0" * 34
-
-
-@contextmanager
-def hub(root: Path):
-    """A small hub on the loopback: serves `root`/[datasets/]org/name, repositories named "gated" refuse."""
-
-    def entry(folder, path):
-        kind = {"type": "directory"} if path.is_dir() else {"type": "file", "size": path.stat().st_size}
-        return {"path": str(path.relative_to(folder)), "oid": "0", **kind}
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *args):
-            pass
-
-        def answer(self, status, content=b"", **headers):
-            self.send_response(status)
-            for key, value in headers.items():
-                self.send_header(key.replace("_", "-"), value)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
-
-        def answer_json(self, content):
-            self.answer(200, json.dumps(content).encode(), Content_Type="application/json")
-
-        def do_GET(self):
-            path = self.path.partition("?")[0].strip("/")
-            api, path = path.startswith("api/"), path.removeprefix("api/").removeprefix("models/")
-            parts = path.split("/")
-            size = 3 if parts[0] == "datasets" else 2
-            folder, rest = root / "/".join(parts[:size]), parts[size:]
-            if "gated" in parts:
-                return self.answer(403, X_Error_Code="GatedRepo", X_Error_Message="Access to this model is restricted.")
-            if not folder.is_dir():
-                return self.answer(401, X_Error_Code="RepoNotFound")
-            if len(rest) > 1 and rest[1] not in ("main", COMMIT):
-                return self.answer(404, X_Error_Code="RevisionNotFound")
-            files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
-            if api and (not rest or rest[0] == "revision"):
-                siblings = [{"rfilename": str(p.relative_to(folder))} for p in files]
-                return self.answer_json(
-                    {"id": "/".join(parts[:size][-2:]), "sha": COMMIT, "siblings": siblings, "tags": []}
-                )
-            if api and rest[0] == "tree":
-                return self.answer_json([entry(folder, p) for p in sorted((folder / "/".join(rest[2:])).glob("*"))])
-            if api and rest[0] == "paths-info":
-                asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())["paths"]
-                return self.answer_json([entry(folder, folder / p) for p in asked if (folder / p).exists()])
-            file = folder / "/".join(rest[2:])
-            if api or rest[0] != "resolve" or not file.is_file():
-                return self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
-            content = file.read_bytes()
-            headers = {
-                "X_Repo_Commit": COMMIT,
-                "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
-                "Accept_Ranges": "bytes",
-            }
-            if "Range" not in self.headers:
-                return self.answer(200, content, **headers)
-            first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
-            end = min(int(last or len(content)), len(content) - 1)
-            return self.answer(
-                206, content[int(first) : end + 1], Content_Range=f"bytes {first}-{end}/{len(content)}", **headers
-            )
-
-        do_HEAD = do_POST = do_GET
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def run_with_hub(endpoint: str, home: Path, code: str, timeout: float = 120) -> tuple[str, str]:
-    """Runs code in a process of its own, because the hub's client reads its environment at import."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-    env |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
-    return done.stdout, done.stderr
-
-
-LOAD = """
-    import sys
-    from geomlib.errors import GeomlibError
-    from geomlib.models import load_model
-    def attempt(*args, **kwargs):
-        try:
-            m = load_model(*args, check=False, **kwargs)
-            print(m.revision, m.sha256, m.fingerprint, m.layers, len(m.tokenizer))
-        except GeomlibError as e:
-            print(e)
-"""
-
-
-def test_the_hub(tmp_path):
-    save(tmp_path / "hub" / "org" / "tiny")
-    save(tmp_path / "hub" / "org" / "bert", "BertForMaskedLM")
-    (tmp_path / "hub" / "org" / "empty").mkdir()
-    with hub(tmp_path / "hub") as endpoint:
-        code = (
-            LOAD
-            + """
-    attempt("org/tiny")
-    attempt("org/tiny", revision="main")
-    attempt("org/tiny", revision="absent")
-    attempt("org/absent")
-    attempt("org/gated")
-    attempt("org/bert")
-    attempt("org/empty")
-    attempt("absent")
-"""
-        )
-        out, err = run_with_hub(endpoint, tmp_path / "home", code)
-    loaded = f"{COMMIT} None org/tiny@{COMMIT[:12]} 2 {len(WORDS)}"
-    lines = out.splitlines()
-    assert lines[:2] == [loaded, loaded], err
-    expected = [
-        "org/tiny has no such revision",
-        "no public model org/absent",
-        "org/gated is gated: accept its terms on its model page, then set HF_TOKEN",
-        "org/bert is a BertForMaskedLM, not a causal language model",
-        "org/empty has no file that transformers can load",
-        "There is no model 'absent'",
-    ]
-    assert len(lines) == 8, out
-    for line, sentence in zip(lines[2:], expected, strict=True):
-        assert sentence in line
-
-    # Without the hub, what was fetched is still there, and the rest is refused soon.
-    start = time.monotonic()
-    out, err = run_with_hub(
-        "http://127.0.0.1:9", tmp_path / "home", LOAD + "    attempt('org/tiny')\n    attempt('org/b')\n"
-    )
-    lines = out.splitlines()
-    assert lines[0] == loaded, err
-    assert "cannot be reached for org/b" in lines[1]
-    assert time.monotonic() - start < 30
