@@ -1,7 +1,9 @@
 # The two commands of the README:
 #   make book   environment, default model and texts, stale notebooks, HTML: all that a reader needs
 #   make test   all that CI checks
-# Single steps: make environment | fetch | notebooks | studies | runs | html | lint | unit | nbval | papermill | environment.yml | clean
+# For a class: make teach (student's and instructor's copies of the notebooks, and slides)
+# Single steps: make environment | fetch | notebooks | studies | runs | html | slides | lint | unit | nbval | papermill | browser |
+#   environment.yml | clean
 # Variables: PYTHON (which python3 makes .venv), PIP_ARGS (more arguments for pip), PYTEST_ARGS, GEOMLIB_CACHE.
 
 SHELL := /bin/bash
@@ -9,7 +11,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := book
-.PHONY: book test environment fetch notebooks html strict-html lint unit nbval papermill studies runs clean FORCE
+.PHONY: book test environment fetch notebooks html strict-html lint unit nbval papermill papermill-model papermill-texts browser teach slides studies runs clean FORCE
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -18,10 +20,11 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 HTML := _build/html
+export CHROMIUM
 
 LIBRARY := $(wildcard geomlib/*.py geomlib/*/*.py)
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
-PAGES := _config.yml _toc.yml $(shell find book -type f)
+PAGES := _config.yml _toc.yml CITATION.cff $(shell find book -type f -not -path '*/__pycache__/*')
 
 # Never more threads than cores, also where the caller's environment asks for more: each extra one only waits.
 CORES := $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
@@ -94,7 +97,8 @@ endef
 
 # Always a whole build: an incremental one is silent about the warnings of the pages that it skips, and so passes a
 # book that a fresh clone fails on.
-.make/html: .make/environment $(PAGES) $(NOTEBOOKS) $(if $(wildcard $(HTML)/index.html),,FORCE)
+# The reference is made from the library's docstrings.
+.make/html: .make/environment $(PAGES) $(NOTEBOOKS) $(LIBRARY) $(if $(wildcard $(HTML)/index.html),,FORCE)
 	rm -rf $(HTML) _build/.doctrees _build/.jupyter_cache
 	$(BIN)/jupyter-book build -W -n --keep-going .
 	@$(BIN)/python -c "$$PAGES_EXIST"
@@ -122,7 +126,11 @@ FORCE:
 
 # --- what CI checks ---------------------------------------------------------------------------------------------------
 
-test: lint unit nbval papermill strict-html
+# The long run has a core for itself, the rest of the list the others.
+test: lint unit nbval strict-html
+	@$(MAKE) --no-print-directory papermill-model & first=$$!; second=0; \
+	$(MAKE) --no-print-directory papermill-texts browser || second=$$?; \
+	wait $$first && exit $$second
 	@echo "All checks passed."
 
 lint: .make/environment
@@ -139,18 +147,40 @@ nbval: .make/fetch
 	GEOMLIB_RESULTS=$(CURDIR)/.make/results $(ONE_THREAD) $(BIN)/python -m pytest -n $(CORES) --dist loadfile --nbval --nbval-current-env \
 	  --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout=900 $(NOTEBOOKS)
 
-# Every notebook again by the run command, on another model, and on other texts where that does not take hundreds of passes,
-# side by side.
-papermill: .make/fetch
-	rm -rf runs/check-gemma runs/check-texts
-	$(ONE_THREAD) $(BIN)/geomlib run --model gemma3-270m --profile quick --set layer=9 --set head=2 --set calibrate=1 --set "retentions=[0.8, 0.4]" --out runs/check-gemma & first=$$!; second=0; \
+# Every notebook again by the run command: on another model, and on other texts where that does not take hundreds of passes.
+papermill: papermill-model papermill-texts
+
+papermill-model: .make/fetch
+	rm -rf runs/check-gemma
+	$(ONE_THREAD) $(BIN)/geomlib run --model gemma3-270m --profile quick --set layer=9 --set head=2 --set calibrate=1 --set "retentions=[0.8, 0.4]" --out runs/check-gemma
+
+papermill-texts: .make/fetch
+	rm -rf runs/check-texts
 	$(ONE_THREAD) $(BIN)/geomlib run --profile quick --chapters 01,02,03,04 --corpus vital-articles-fr --corpus vital-articles-es \
-	  --set "sentence=La capitale de l'Italie est Rome, et la capitale de la France est" --out runs/check-texts || second=$$?; \
-	wait $$first && exit $$second
+	  --set "sentence=La capitale de l'Italie est Rome, et la capitale de la France est" --out runs/check-texts
 
 strict-html:
 	@rm -f .make/html
 	@$(MAKE) --no-print-directory html
+
+# Pages and slides in a browser that has no network.
+browser: .make/html
+	@command -v "$${CHROMIUM:-chromium}" >/dev/null || { echo "There is no chromium: run 'sudo apt install chromium', or name another browser of its" \
+	  "kind, as in 'make browser CHROMIUM=google-chrome'." >&2; exit 1; }
+	$(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
+
+# --- for a class ------------------------------------------------------------------------------------------------------
+
+# Two copies of the notebooks, without and with solutions, and the slides of the seminar. Needs no model.
+teach: slides
+	$(BIN)/geomlib teach --out teach/student
+	$(BIN)/geomlib teach --solutions --out teach/instructor
+	@echo "For students: teach/student. For you: teach/instructor and teach/slides/index.html."
+
+# Figures and prints come from the notebooks as they are; always a whole build, since it takes seconds.
+slides: .make/environment
+	rm -rf teach/slides .make/slides
+	$(BIN)/sphinx-build -W --keep-going -q -b revealjs -d .make/slides book/slides teach/slides
 
 # --- upkeep -----------------------------------------------------------------------------------------------------------
 

@@ -170,14 +170,17 @@ def certificate(
         norms = values.norm(dim=-1)
         units = values / norms.clamp(min=torch.finfo(values.dtype).tiny)[..., None]
         dim = values.shape[-1]
-    if level == "constant_norm" and sink:
-        if norm_ratio is None:
-            others = visible.clone()
-            others[..., 0] = False
-            mean = (norms * others).sum(-1) / others.sum(-1).clamp(min=1)
-            norm_ratio = torch.where(mean > 0, norms[..., 0] / mean, 1.0)
+    if level == "constant_norm" and sink and norm_ratio is not None:
         a = a.clone()
         a[..., 0] *= norm_ratio
+    elif level == "constant_norm" and values is not None:
+        others = visible.clone()
+        others[..., 0] &= not sink
+        mean = (norms * others).sum(-1) / others.sum(-1).clamp(min=1)
+        first = a[..., 0] * torch.where(mean > 0, norms[..., 0] / mean, (norms[..., 0] > 0).to(norms.dtype))
+        a = a * (mean > 0)[..., None]  # the norm that all have may be 0, and no ratio says that
+        if sink:
+            a[..., 0] = first
     total = (a * selected).sum(-1, keepdim=True)
     tiny = torch.finfo(dtype).tiny
     slack = GUARD * torch.finfo(dtype).eps * (size[..., None] + dim + 8) * a * (a + total) + tiny
@@ -384,7 +387,7 @@ def _sketched_keys(a, units, selected, rank, sink) -> tuple[torch.Tensor, torch.
 
 
 def spherical_coherence(dim: int, sources: int, delta: float = 0.05) -> float:
-    """With probability 1 - delta, no |cosine| among `sources` independent uniform directions in R^dim exceeds this.
+    """With probability 1 - delta, no absolute cosine among `sources` independent uniform directions in R^dim exceeds this.
 
     sqrt(2 log(sources² / delta) / dim), at most 1 (which says nothing): the cap bound P(cos >= c) <= exp(-dim c² / 2)
     for both signs of all pairs. THEORY section 5.

@@ -1,4 +1,4 @@
-"""The command line: fetch, measure, run, estimate, scorecard, compare, prune. Bad input is one sentence on stderr and exit code 2, never a traceback."""
+"""The command line: fetch, measure, run, estimate, scorecard, compare, prune, teach. Bad input is one sentence on stderr and exit code 2, never a traceback."""
 
 import json
 import os
@@ -412,3 +412,22 @@ def notebooks(
     from geomlib.notebooks import regenerate
 
     regenerate(names or [])
+
+
+@app.command()
+def teach(
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the copy; default: teach/student, or teach/instructor.")
+    ] = None,
+    solutions: Annotated[
+        bool, typer.Option("--solutions", help="The instructor's copy: solutions as cells that run.")
+    ] = False,
+    keep_outputs: Annotated[bool, typer.Option("--keep-outputs", help="Leave the outputs of the book in.")] = False,
+) -> None:
+    """Copy the chapters for a class: exercises with room for answers, without their solutions."""
+    from geomlib import teach as t
+
+    out = out or Path("teach") / ("instructor" if solutions else "student")
+    for chapter, what in t.copy(out, solutions, keep_outputs).items():
+        typer.echo(f"{chapter}: {what}")
+    typer.echo(f"The {'instructor' if solutions else 'student'}'s copy is in {out}.")

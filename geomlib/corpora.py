@@ -263,7 +263,7 @@ def _wikitext(lines: Iterator[str]) -> Iterator[Document]:
 
 
 def detokenise_wikitext(text: str) -> str:
-    """Undoes WikiText's tokenisation: ` @-@ `, ` @,@ `, ` @.@ `, spaces around punctuation, brackets and quotes.
+    """Undoes WikiText's tokenisation: "@-@", "@,@" and "@.@" between spaces, and spaces around punctuation, brackets and quotes.
 
     Quotes are closed in the order in which they are opened, line by line; what the tokenisation lost stays lost.
     """

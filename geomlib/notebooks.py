@@ -14,6 +14,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 from geomlib.errors import GeomlibError
+from geomlib.source import deciding
 
 _CELL_SECONDS = 1800
 _WORDS = {
@@ -91,11 +92,14 @@ def check_parameters(notebook: Path, values: dict) -> None:
 
 
 # What no output depends on.
-_NO_SOURCE = ("cli.py", "cluster.py", "estimate.py", "fetch.py", "hub.py", "notebooks.py", "progress.py", "runs.py")
+_NO_SOURCE = (
+    "cli.py", "cluster.py", "estimate.py", "fetch.py", "hub.py", "notebooks.py", "progress.py", "runs.py", "source.py",
+    "teach.py",
+)  # fmt: skip
 
 
 def _code() -> bytes:
-    return b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.rglob("*.py")) if p.name not in _NO_SOURCE)
+    return b"".join(deciding(p) for p in sorted(Path(__file__).parent.rglob("*.py")) if p.name not in _NO_SOURCE)
 
 
 def code_hash() -> str:
@@ -104,8 +108,8 @@ def code_hash() -> str:
 
 
 def sources_hash(book: Path) -> str:
-    """Changes when the notebook's cells or the library behind them do, or, of one that reads them, the runs of the book."""
-    cells = [(c.cell_type, c.source) for c in nbformat.read(book, as_version=4).cells]
+    """Changes when the notebook's code or the library behind it does, or, of one that reads them, the runs of the book."""
+    cells = [c.source for c in nbformat.read(book, as_version=4).cells if c.cell_type == "code"]
     content = json.dumps(cells).encode() + _code()
     if "runs" in parameters(book):
         content += b"".join(p.read_bytes() for p in sorted(book.parent.parent.glob("book/runs/*/*")))
@@ -126,7 +130,7 @@ def _join_streams(cell) -> None:
 
 
 def regenerate(names: list[str]) -> None:
-    """Execute committed notebooks in place: all named, or those whose cells or library changed since they were executed.
+    """Execute committed notebooks in place: all named, or those whose code or library changed since they were executed.
 
     What they were executed with stands in their metadata. Cell ids stay and run-time metadata goes, so that a difference
     in git is a difference in content.

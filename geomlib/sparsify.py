@@ -66,7 +66,7 @@ def importance(model, windows: Sequence, progress: bool | Callable = False) -> p
     """Baseline scores of every query head on each window (columns: `IMPORTANCE_SCHEMA`), in one pass forward and back.
 
     Source: magnitude and contribution as THEORY section 9; gradient, Michel et al. 2019, the first-order change of the NLL,
-    |g . z| of each query by itself.
+    `|g . z|` of each query by itself.
     """
     hf = _hf(model)
     refuse_ragged(hf)

@@ -17,7 +17,7 @@ LEVEL = 0.95
 
 
 def head_means(table: pd.DataFrame, value: str = "f", by: Sequence[str] = ("size",)) -> pd.DataFrame:
-    """Mean over queries (each query counts once), (document, layer, head, *by) as rows, one column `value`.
+    """Mean over queries (each query counts once), document, layer, head and `by` as rows, one column `value`.
 
     A table without the column `queries` has one row a head.
     """
@@ -50,7 +50,7 @@ def summary(
         by: the columns that make a group; all other rows are averaged, so filter first what must not be mixed.
 
     Returns:
-        Columns *by, mean, low, high (percentile interval at `level`), documents. low and high are NaN for a single
+        Columns: those of `by`, mean, low, high (percentile interval at `level`), documents. low and high are NaN for a single
         document: it says nothing about the next one.
     """
     means = document_means(table, value, list(by))

@@ -28,6 +28,7 @@ from geomlib.corpora import Corpus, Document, Window, detokenise_wikitext, load_
 from geomlib.errors import GeomlibError
 from geomlib.geometry import SIZES
 from geomlib.models import Model, load_model
+from geomlib.source import deciding
 from geomlib.store import place, read, results_root, stamp_of
 
 FORMAT = 1  # of the tables; raise it when their meaning changes
@@ -113,7 +114,7 @@ ANALYSES = {
 
 # As they were when this process read them: a worker or a kernel goes on with the code that it has imported.
 _SOURCES = {
-    m: (Path(__file__).parent / f"{m}.py").read_bytes()
+    m: deciding(Path(__file__).parent / f"{m}.py")
     for m in {*_CODE, *(m for analysis in ANALYSES.values() for m in analysis.code)}
 }
 

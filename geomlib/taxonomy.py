@@ -106,7 +106,7 @@ def regimes(table: pd.DataFrame, ties: Sequence[str] = TIES, by: Sequence[str] =
         by: columns of the table that make further groups, "document" for instance.
 
     Returns:
-        Columns *by, layer, head, queries, the shares of votes, regime, and the means of `SIGNATURES` over the queries.
+        Those of `by`, layer, head, queries, the shares of votes, regime, and the means of `SIGNATURES` over the queries.
 
     Source: THEORY section 8. With documents of one length, equal weight a query is equal weight a document.
     """

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from browser import browser, open_page  # noqa: F401  (fixtures of the tests that open pages of the book)
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -519,6 +519,24 @@ def test_the_papers_model_is_a_bound_where_norms_are_constant(
         below(bound, exact(weights, values, selected))
 
 
+@pytest.mark.parametrize("sink", [True, False])
+@pytest.mark.parametrize("first", [0.0, 5.0])
+def test_the_papers_model_is_a_bound_where_the_norm_is_zero(sink, first):
+    """Of all others, or of all: no ratio of norms says so."""
+    if first and not sink:
+        return  # then norms are not all the same
+    weights = torch.tensor([[0.0, 0.125, 0.25], [0.5, 0.125, 0.25]], dtype=torch.double)
+    values = torch.zeros(3, 2, dtype=torch.double)
+    values[0, 0] = first
+    for n in (1, 2):
+        exact = separability(weights, values, [n], ranking="contribution")
+        chosen = (weights * values.norm(dim=-1)).sort(dim=-1, descending=True, stable=True).indices[:, :n]
+        selected = torch.zeros_like(weights, dtype=torch.bool).scatter(-1, chosen, True)
+        promised = certificate(weights, selected, "constant_norm", sink, values=values)
+        for name in ("precision", "recall", "f"):
+            assert (getattr(promised, name) <= getattr(exact, name)[..., 0]).all(), (n, name)
+
+
 def test_constant_norm_without_a_sink_takes_all_norms_to_be_one():
     weights, values = generic(3)
     values = torch.nn.functional.normalize(values, dim=-1)

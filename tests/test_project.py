@@ -155,7 +155,7 @@ def test_the_contents_and_the_files_are_the_same():
     listed = contents()
     assert len(listed) == len(set(listed))
     assert {name for name in listed if name.startswith("notebooks/")} == {f"notebooks/{p.stem}" for p in NOTEBOOKS}
-    pages = {f"book/{p.stem}" for p in (ROOT / "book").glob("*.md")}
+    pages = {str(p.relative_to(ROOT).with_suffix("")) for p in (ROOT / "book").rglob("*.md") if "slides" not in p.parts}
     assert {name for name in listed if name.startswith("book/")} == pages
 
 
@@ -190,6 +190,18 @@ def test_notebook_has_one_parameters_cell_of_literals(notebook):
     for statement in ast.parse(tagged[0].source).body:
         assert isinstance(statement, ast.Assign | ast.AnnAssign), ast.unparse(statement)
         ast.literal_eval(statement.value)
+
+
+def test_notebook_sets_itself_up_on_colab_and_nowhere_else(notebook):
+    """By one and the same cell, hidden in the book, from the repository that the launch buttons name."""
+    first = nbformat.read(NOTEBOOKS[0], as_version=4).cells[1]
+    cell = notebook.cells[1]
+    assert cell.source == first.source and cell.metadata.tags == ["remove-cell"] and not cell.get("outputs")
+    url = yaml.safe_load((ROOT / "_config.yml").read_text())["repository"]["url"]
+    outside, guarded = cell.source.split('if "google.colab" in sys.modules:\n')
+    assert f"git clone --quiet --depth 1 {url}\n" in guarded
+    assert outside.splitlines()[1:] == ["import sys", ""]
+    assert all(line.startswith("    ") for line in guarded.splitlines())
 
 
 def test_notebook_has_what_papermill_and_the_strict_build_need(notebook):

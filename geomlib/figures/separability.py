@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 
-from geomlib.figures.base import curve, doubling, positions
+from geomlib.figures import base
 from geomlib.geometry import separability
 from geomlib.stats import head_means, summary
 
@@ -21,9 +21,6 @@ NAMES = {
     "attention": "ranked by weight",
     "contribution": "ranked by contribution",
 }
-_PALETTE = dict(
-    zip(["none", "random", "magnitude", "attention", "contribution"], sns.color_palette("colorblind"), strict=False)
-)
 
 
 def separability_curves(tables: dict[str, pd.DataFrame], seed: int = 0) -> Figure:
@@ -32,18 +29,18 @@ def separability_curves(tables: dict[str, pd.DataFrame], seed: int = 0) -> Figur
     Args:
         tables: title -> study table (attention ranking and Euclidean distance are drawn).
     """
-    figure, panels = plt.subplots(1, len(tables), figsize=(4.6 * len(tables), 3.6), sharey=True, squeeze=False)
-    for axes, (title, table) in zip(panels[0], tables.items(), strict=True):
+    figure, panels = base.panels(len(tables), 3.1, sharey=True)
+    for axes, (title, table) in zip(panels, tables.items(), strict=True):
         part = table[(table["distance"] == "euclidean") & (table["ranking"] != "contribution")]
         means = summary(part, "f", by=["control", "size"], seed=seed)
         for control in ("none", "magnitude", "random"):
             rows = means[means["control"] == control]
             if len(rows):
-                curve(axes, rows, NAMES[control], _PALETTE[control])
-        doubling(axes, means["size"].unique())
+                base.curve(axes, rows, NAMES[control], base.SETS[control])
+        base.doubling(axes, means["size"].unique())
         axes.set(title=f"{title} ({means['documents'].max()} documents)", ylim=(0, 1.03))
-    panels[0][0].set_ylabel("F$_N$, mean over heads and layers")
-    panels[0][0].legend(loc="upper right")
+    panels[0].set_ylabel("F$_N$, mean over heads and layers")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -51,47 +48,42 @@ def variants(table: pd.DataFrame, seed: int = 0) -> Figure:
     """F_N over N for both distances (panels) and rankings (colours), each with its magnitude control (dashed)."""
     distances = sorted(table["distance"].unique(), reverse=True)
     means = summary(table[table["control"] != "random"], "f", by=["distance", "ranking", "control", "size"], seed=seed)
-    figure, panels = plt.subplots(1, len(distances), figsize=(4.6 * len(distances), 3.6), sharey=True, squeeze=False)
-    for axes, distance in zip(panels[0], distances, strict=True):
-        for (ranking, control), rows in means[means["distance"] == distance].groupby(["ranking", "control"]):
-            dashed = control == "magnitude"
-            label = NAMES[ranking] + (", directions permuted" if dashed else "")
-            curve(axes, rows, label, _PALETTE[ranking], "s" if dashed else "o", "--" if dashed else "-")
-        doubling(axes, means["size"].unique())
-        axes.set(title=f"{distance.capitalize()} distance", ylim=(0, 1.03))
-    panels[0][0].set_ylabel("F$_N$, mean over heads and layers")
-    panels[0][-1].legend(loc="best", fontsize="small")
+    figure, panels = base.panels(len(distances), 3.3, sharey=True)
+    for axes, distance in zip(panels, distances, strict=True):
+        for (ranking, control), rows in means[means["distance"] == distance].groupby(
+            ["ranking", "control"], sort=False
+        ):
+            label = NAMES[ranking] + (", directions permuted" if control == "magnitude" else "")
+            base.curve(axes, rows, label, base.SETS[control] | {"color": base.RANKINGS[ranking]})
+        base.doubling(axes, means["size"].unique())
+        axes.set(title=f"{distance.replace('euclid', 'Euclid')} distance", ylim=(0, 1.03))
+    panels[0].set_ylabel("F$_N$, mean over heads and layers")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 
 def head_map(table: pd.DataFrame, size: int, value: str = "advantage", label: str = "F(top) - F(random)") -> Figure:
     """Layer x query head map of a value at one N, mean over documents."""
     heads = head_means(table[table["size"] == size], value).groupby(["head", "layer"])[value].mean().unstack()
-    figure, axes = plt.subplots(figsize=(max(5.0, 0.28 * heads.shape[1] + 1.5), max(2.2, 0.28 * heads.shape[0] + 0.8)))
     bound = float(np.nanmax(np.abs(heads)))
-    sns.heatmap(
-        heads, cmap="RdBu", center=0, vmin=-bound, vmax=bound, ax=axes, cbar_kws={"label": f"{label}, N = {size}"}
-    )
-    axes.set(xlabel="layer", ylabel="query head")
-    axes.grid(False)
-    axes.tick_params(axis="y", rotation=0)
+    figure, (axes,), (mesh,) = base.layer_maps({f"{label}, N = {size}": heads}, cmap="RdBu", vmin=-bound, vmax=bound)
+    figure.colorbar(mesh, ax=axes, pad=0.01, shrink=0.8)
     return figure
 
 
 def by_position(table: pd.DataFrame, sizes: Sequence[int], seed: int = 0) -> Figure:
     """F_N against query position, attention sets (solid) and random sets (dotted), one colour per N."""
     part = table[(table["distance"] == "euclidean") & (table["ranking"] != "contribution") & table["size"].isin(sizes)]
-    means = summary(positions(part), "f", by=["control", "size", "position"], seed=seed)
-    figure, axes = plt.subplots(figsize=(6.4, 3.8))
-    for size, color in zip(sizes, sns.color_palette("viridis", len(sizes)), strict=True):
-        for control, linestyle in (("none", "-"), ("random", ":")):
+    means = summary(base.positions(part), "f", by=["control", "size", "position"], seed=seed)
+    figure, (axes,) = base.panels(1, 3.3)
+    for i, (size, color) in enumerate(zip(sizes, sns.color_palette("viridis", len(sizes)), strict=True)):
+        for control in ("none", "random"):
             rows = means[(means["size"] == size) & (means["control"] == control)]
-            label = f"N = {size}" if control == "none" else None
-            axes.plot(rows["position"], rows["mean"], linestyle, color=color, marker="o", markersize=3, label=label)
-            axes.fill_between(rows["position"], rows["low"], rows["high"], color=color, alpha=0.2, linewidth=0)
-    axes.plot([], [], ":", color="grey", label="random sets")
+            look = base.SETS[control] | {"color": color, "marker": base.MARKERS[i % 5]}
+            base.curve(axes, rows, f"N = {size}" if control == "none" else "_", look, x="position")
+    axes.plot([], [], base.SETS["random"]["linestyle"], color="grey", label="random sets")
     axes.set(xlabel="query position (middle of its bin)", ylabel="F$_N$, mean over heads and layers", ylim=(0, 1.03))
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    base.beside(axes)
     return figure
 
 
@@ -115,28 +107,27 @@ def contributions_plane(weights: torch.Tensor, values: torch.Tensor, size: int, 
 
     selected = np.zeros(len(points), bool)
     selected[chosen.numpy()] = True
-    blue, orange, green = sns.color_palette("colorblind")[:3]
-    radii = ((found.rho_max, orange, "max"), (found.rho_min, green, "min"))
+    radii = {"max": found.rho_max.item(), "min": found.rho_min.item()}
     names = [repr(t)[1:-1].strip() or repr(t) for t in tokens]
-    figure, (axes, rows) = plt.subplots(1, 2, figsize=(9.2, 4.6), width_ratios=(1.25, 1))
-    axes.scatter(*points[selected].T, s=46, color=blue, label=f"selected (N = {size})", zorder=3)
-    axes.scatter(*points[~selected].T, s=40, facecolors="none", edgecolors="0.25", label="unselected", zorder=4)
-    axes.scatter(0, 0, marker="*", s=170, color="black", label="aggregate s$_N$", zorder=4)
-    for radius, color, name in radii:
-        label = f"$\\rho_\\{name}$ = {radius.item():.3f}"
-        axes.add_patch(Circle((0, 0), radius.item(), fill=False, color=color, linewidth=1.8, label=label))
+    figure, (axes, rows) = plt.subplots(1, 2, figsize=(base.WIDTH, 4.2), width_ratios=(1.2, 1))
+    axes.scatter(*points[selected].T, s=30, color=base.BLUE, label=f"selected (N = {size})", zorder=3)
+    axes.scatter(*points[~selected].T, s=24, facecolors="none", edgecolors="0.25", label="unselected", zorder=4)
+    axes.scatter(0, 0, marker="*", s=110, color="black", label="aggregate s$_N$", zorder=4)
+    for name, radius in radii.items():
+        label = f"$\\rho_\\{name}$ = {radius:.3f}"
+        axes.add_patch(Circle((0, 0), radius, fill=False, linewidth=1.5, label=label, **base.RADII[name]))
     axes.set(xlabel="main axis 1 of the contributions", ylabel="main axis 2", aspect="equal")
     axes.margins(0.12)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, fontsize="small")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, columnspacing=1.2)
 
     distance = length[:, 0].numpy()
     place = np.arange(len(points))
-    for group, color in ((selected, blue), (~selected, "0.45")):
-        rows.scatter(distance[group], place[group], color=color, s=34, zorder=3)
-    for radius, color, _ in radii:
-        rows.axvline(radius.item(), color=color, linewidth=1.8)
+    for group, color in ((selected, base.BLUE), (~selected, "0.45")):
+        rows.scatter(distance[group], place[group], color=color, s=22, zorder=3)
+    for name, radius in radii.items():
+        rows.axvline(radius, linewidth=1.5, **base.RADII[name])
     if len(points) <= 40:  # more names than that cannot be read
-        rows.set_yticks(place, names, fontsize=8)
+        rows.set_yticks(place, names)
     rows.invert_yaxis()
     rows.set(xlabel="distance D to the aggregate", ylabel="source, in reading order")
     return figure
