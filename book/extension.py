@@ -88,6 +88,12 @@ def plain_citations(app, pagename, templatename, context, doctree):
         context["body"] = context["body"].replace('role="list" class="citation-list"', 'class="citation-list"')
 
 
+def without_source_maps(app, exception):
+    """The theme's maps, for debugging it, are a seventh of the book."""
+    for path in (Path(app.outdir) / "_static").rglob("*.map"):
+        path.unlink()
+
+
 def setup(app):
     # The search fetches an excerpt of each page that it finds, which a browser refuses a book opened as files.
     app.add_js_file(None, body='if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;')
@@ -95,4 +101,5 @@ def setup(app):
     app.add_directive("run-times", RunTimes)
     app.connect("html-page-context", plain_citations)
     app.connect("autodoc-skip-member", skip_tuple_fields)
+    app.connect("build-finished", without_source_maps)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

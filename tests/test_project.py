@@ -192,6 +192,70 @@ def test_notebook_has_one_parameters_cell_of_literals(notebook):
         ast.literal_eval(statement.value)
 
 
+def test_every_figure_has_number_caption_and_description_and_is_referred_to(notebook):
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    for cell in code(notebook):
+        if not any("image/png" in output.get("data", {}) for output in cell.outputs):
+            continue
+        figure, image = cell.metadata.mystnb.figure, cell.metadata.mystnb.image
+        assert figure.name.startswith("fig-") and len(figure.caption) > 40, cell.source
+        assert f"{{numref}}`{figure.name}`" in prose, figure.name
+        assert len(image.alt) > 40 and image.alt != figure.caption, figure.name
+
+
+def test_figure_names_are_unique_in_the_book():
+    cells = [cell for path in NOTEBOOKS for cell in code(nbformat.read(path, as_version=4))]
+    names = [
+        cell.metadata.mystnb.figure.name
+        for cell in cells
+        if "mystnb" in cell.metadata and "figure" in cell.metadata.mystnb
+    ]
+    assert len(names) == len(set(names)) > 30
+
+
+# Terms of the glossary that are also everyday words, so that a first use cannot be told by spelling.
+EVERYDAY = {
+    "bin",
+    "claim",
+    "control",
+    "cost",
+    "damage",
+    "stray",
+    "advantage",
+    "key",
+    "level",
+    "operation",
+    "profile",
+    "run",
+    "sketch",
+    "study",
+    "vote",
+    "window",
+}
+
+
+def test_terms_of_the_glossary_are_linked_at_first_use(notebook):
+    """Where a term stands in the running text, its first mention, headings and exercises aside, is the link."""
+    glossary = (ROOT / "book" / "notation.md").read_text().split("```{glossary}\n")[1].split("```")[0]
+    terms = [line for line in glossary.splitlines() if re.match(r"\S", line)]
+    assert len(terms) > 25
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    text = "\n".join(cells).split("\n## Exercises")[0]
+    text = re.sub(r"(?ms)^```\w*$.*?^```$", "", text)  # code in the prose
+    text = re.sub(r"(?m)^(#.*|```.*|:label:.*|:class:.*)$|\*\*[^*]+\*\*|\*[^*]+\*", "", text)
+    spoken = r"(\{term\}`[^`]*`)|\{[\w:]+\}`[^`]*`|`[^`]*`|\$\$.*?\$\$|\$[^$]*\$|\[[^]]*\]\([^)]*\)"
+    text = re.sub(spoken, lambda m: m[1] or " ", text, flags=re.DOTALL)
+    for term in set(terms) - EVERYDAY:
+        word = re.compile(rf"(?<![\w-]){re.escape(term)}(?:s|es)?(?![\w-])", re.IGNORECASE)
+        links = [m for m in re.finditer(r"\{term\}`([^`<]*)(?:<([^>]*)>)?`", text) if (m[2] or m[1]).strip() == term]
+        assert len(links) <= 1, term
+        first = word.search(text)
+        if first:
+            assert links and links[0].start() <= first.start() <= links[0].end(), text[
+                max(0, first.start() - 60) : first.end() + 40
+            ]
+
+
 def test_notebook_sets_itself_up_on_colab_and_nowhere_else(notebook):
     """By one and the same cell, hidden in the book, from the repository that the launch buttons name."""
     first = nbformat.read(NOTEBOOKS[0], as_version=4).cells[1]
