@@ -1,5 +1,7 @@
 """Every page of the built book in a browser with no network: formulas, search, folds, dark mode, small screens, keyboard."""
 
+import base64
+import json
 import re
 from html.parser import HTMLParser
 from urllib.parse import unquote, urlsplit
@@ -221,6 +223,26 @@ def test_every_link_inside_the_book_leads_somewhere():
             if not there.is_file() or (address.fragment and ids is not None and unquote(address.fragment) not in ids):
                 broken.append(f"{path.relative_to(HTML)}: {target}")
     assert not broken, broken[:10]
+
+
+def test_run_times_are_those_of_the_runs():
+    html = (HTML / "book" / "rerun.html").read_text()
+    runs = [json.loads(path.read_text())["chapters"] for path in (ROOT / "book" / "runs").glob("*/run.json")]
+    assert len(runs) >= 2
+    for chapters in runs:
+        for name, done in chapters.items():
+            row = next(r for r in html.split("<tr") if f"/{name}.html" in r and " GB<" in r)
+            assert f"{done['seconds'] / 60:.1f} min, {done['peak_bytes'] / 1e9:.1f} GB" in row, name
+
+
+def test_the_first_figure_is_the_notebooks():
+    cells = json.loads((ROOT / "notebooks" / "02_separability.ipynb").read_text())["cells"]
+    (cell,) = [c for c in cells if c["metadata"].get("mystnb", {}).get("figure", {}).get("name") == "fig-curves-all"]
+    (png,) = [base64.b64decode(o["data"]["image/png"]) for o in cell["outputs"] if "image/png" in o.get("data", {})]
+    shown = re.search(
+        r'<figure.*?id="fig-first".*?<img[^>]*src="([^"]*)"', (HTML / "book" / "intro.html").read_text(), re.DOTALL
+    )
+    assert (HTML / "book" / shown[1]).read_bytes() == png
 
 
 def test_the_book_is_small():
