@@ -263,8 +263,8 @@ def test_notebook_sets_itself_up_on_colab_and_nowhere_else(notebook):
     assert cell.source == first.source and cell.metadata.tags == ["remove-cell"] and not cell.get("outputs")
     url = yaml.safe_load((ROOT / "_config.yml").read_text())["repository"]["url"]
     outside, guarded = cell.source.split('if "google.colab" in sys.modules:\n')
-    assert f"git clone --quiet --depth 1 {url}\n" in guarded
-    assert outside.splitlines()[1:] == ["import sys", ""]
+    assert f'"git clone --quiet --depth 1 {url}"' in guarded
+    assert outside.splitlines()[1:] == ["import os", "import sys", ""]
     assert all(line.startswith("    ") for line in guarded.splitlines())
 
 
