@@ -127,9 +127,9 @@ FORCE:
 # --- what CI checks ---------------------------------------------------------------------------------------------------
 
 # The long run has a core for itself, the rest of the list the others.
-test: lint unit nbval strict-html
+test: lint unit nbval
 	@$(MAKE) --no-print-directory papermill-model & first=$$!; second=0; \
-	$(MAKE) --no-print-directory papermill-texts browser || second=$$?; \
+	{ $(MAKE) --no-print-directory papermill-texts strict-html && $(MAKE) --no-print-directory browser; } || second=$$?; \
 	wait $$first && exit $$second
 	@echo "All checks passed."
 
