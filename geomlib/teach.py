@@ -68,15 +68,19 @@ def copy(out: Path, solutions: bool = False, keep_outputs: bool = False) -> dict
         files[f"{page}.md"] = "\n\n".join(s for s in shown if s != _ANSWER) + "\n"
     if (folder().parent / "LICENSE").is_file():
         files["LICENSE"] = (folder().parent / "LICENSE").read_text()
-    _save(files, out)
+    _save(files, out, "instructor" if solutions else "student")
     return told
 
 
-def _save(files: dict[str, str], out: Path) -> None:
-    """All files or, where one is not as it was written last, none."""
+def _save(files: dict[str, str], out: Path, kind: str) -> None:
+    """All files or, where one is not as it was written last or the folder holds the other copy, none."""
     record, new = out / ".teach.json", {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
     try:
         old = json.loads(record.read_text()) if record.is_file() else {}
+        if not isinstance(old, dict):
+            raise GeomlibError(f"{record} is damaged: delete it and give another --out, or move the folder away.")
+        if old.get("kind", kind) != kind:
+            raise GeomlibError(f"{out} holds the {old['kind']}'s copy, so nothing was written: give another --out.")
         for name in filter(lambda name: (out / name).exists(), files):
             if hashlib.sha256((out / name).read_bytes()).hexdigest() not in (old.get(name), new[name]):
                 raise GeomlibError(
@@ -85,7 +89,7 @@ def _save(files: dict[str, str], out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (out / name).write_text(text)
-        record.write_text(json.dumps(old | new, indent=1))
+        record.write_text(json.dumps(old | new | {"kind": kind}, indent=1))
     except (OSError, ValueError) as e:
         raise GeomlibError(f"the copy cannot be written to {out} ({e}): give another --out.") from e
 

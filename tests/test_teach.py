@@ -442,3 +442,18 @@ def test_slides_open_without_a_network(slides, open_page):
         assert tall[0] <= tall[1]
         page.evaluate("Reveal.next()")
     assert page.evaluate("Reveal.isLastSlide()")
+
+
+def test_one_copy_never_takes_the_place_of_the_other(tmp_path):
+    teach.copy(tmp_path / "class")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "class").iterdir()}
+    with pytest.raises(GeomlibError, match="holds the student's copy, so nothing was written"):
+        teach.copy(tmp_path / "class", solutions=True)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "class").iterdir()} == before
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '"x"', "null"])
+def test_a_record_that_is_none_is_refused(tmp_path, content):
+    (tmp_path / ".teach.json").write_text(content)
+    with pytest.raises(GeomlibError, match=r"\.teach\.json is damaged: delete it"):
+        teach.copy(tmp_path)

@@ -320,7 +320,7 @@
       const ends = [0, 1].map((d) => range([0, m.s[d] - some, m.s[d] + some, ...m.y.map((yi) => yi[d])]));
       const extent = Math.max(1e-3, ...ends.map(([low, high]) => high - low));
       const outside = ends.some(([low, high], d) => low < middle[d] - 0.95 * half || high > middle[d] + 0.95 * half);
-      if (!outside && extent > half) return;
+      if (half && !outside && extent > half) return;
       middle = ends.map(([low, high]) => (low + high) / 2);
       half = 0.6 * extent;
     }
