@@ -10,20 +10,14 @@ import pytest
 import yaml
 from axe_playwright_python.sync_playwright import Axe
 from browser import HTML, ROOT
+from test_project import contents
 
 pytestmark = pytest.mark.browser
 
 
 def pages() -> list[str]:
     """Of the contents, in order, as paths below the HTML folder."""
-
-    def files(node):
-        if isinstance(node, dict):
-            yield from (node[key] for key in ("root", "file") if key in node)
-        for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else []:
-            yield from files(child)
-
-    return [f"{name}.html" for name in files(yaml.safe_load((ROOT / "_toc.yml").read_text()))]
+    return [f"{name}.html" for name in contents()]
 
 
 CHAPTERS = [page for page in pages() if page.startswith("notebooks/")]
