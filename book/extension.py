@@ -82,6 +82,14 @@ def skip_tuple_fields(app, what, name, obj, skip, options):
     return True if str(getattr(obj, "__doc__", "")).startswith("Alias for field number") else None
 
 
+def returns_in_words(app, what, name, obj, options, lines):
+    """No return type is read out of the words before a colon: an empty one goes before them, ahead of napoleon."""
+    for i, line in enumerate(lines[:-1]):
+        if line.strip() in ("Returns:", "Yields:"):
+            words = lines[i + 1].lstrip()
+            lines[i + 1] = f"{lines[i + 1][: -len(words)]}: {words}"
+
+
 def plain_citations(app, pagename, templatename, context, doctree):
     """Without docutils' role "list" around the bibliography, whose entries are no list items to a screen reader."""
     if "body" in context:
@@ -100,6 +108,7 @@ def setup(app):
     app.add_directive("notebook-figure", NotebookFigure)
     app.add_directive("run-times", RunTimes)
     app.connect("html-page-context", plain_citations)
+    app.connect("autodoc-process-docstring", returns_in_words, priority=400)  # napoleon's is 500
     app.connect("autodoc-skip-member", skip_tuple_fields)
     app.connect("build-finished", without_source_maps)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -608,7 +608,7 @@ def _quantiles(counts, total, tail):
 
 @njit(cache=True, fastmath={"contract", "nnan"})
 def _bounded_keys(a, taken, mean, own, others, sink, total, guard, low, keys):
-    """Upper keys of the selected and lower keys of the rest from cosines known up to intervals (THEORY section 4).
+    """Upper keys of the selected and lower keys of the rest from cosines known up to intervals (the book's chapter 1).
 
     mean[i]: the end of the interval of i with the selected other than the sink; own[i]: of i with the sink; others: sum
     of the magnitudes of the selected without the sink; sink: its magnitude if selected, else 0; total: both. All arrays

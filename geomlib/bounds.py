@@ -7,7 +7,7 @@ Three kinds, all for one attention operation with contributions y_i of magnitude
   the rest by the same function as the exact F, hence never above it;
 - the Gaussian coherence model: no bound, what F would be if cosines were random with the measured mean and spread.
 
-THEORY sections 3 to 5; the sketch and the combined certificate are this book's own, proved in the theory chapter.
+All proved in chapter 1 of the book; the joint bound, rowwise, the sketch, and the combined certificate are its own.
 """
 
 import math
@@ -85,7 +85,7 @@ def inversion_bound(inversions: torch.Tensor | float, n: torch.Tensor | int) -> 
     Raises:
         GeomlibError: N below 1 or negative inversions.
 
-    Source: arXiv 2602.01893; THEORY section 3. Float64; NaN stays NaN.
+    Source: arXiv 2602.01893; chapter 1 of the book. Float64; NaN stays NaN.
     """
     inversions, n = _counts(inversions, n)
     # As if each inversion were an intruder of its own, and each a stray of its own.
@@ -152,7 +152,7 @@ def certificate(
     Raises:
         GeomlibError: an unknown level, shapes that do not fit, a level without what it needs, input that is not finite.
 
-    Source: arXiv 2602.01893 for constant_norm; THEORY section 4. Keys are rounded outward by 4 (N + dim + 8) machine
+    Source: arXiv 2602.01893 for constant_norm; chapter 1 of the book for all. Keys are rounded outward by 4 (N + dim + 8) machine
     epsilons of a_i (a_i + A), A the sum of the selected magnitudes, which covers the rounding of both these and the exact
     keys: a certificate is not above the computed F either.
     """
@@ -390,7 +390,7 @@ def spherical_coherence(dim: int, sources: int, delta: float = 0.05) -> float:
     """With probability 1 - delta, no absolute cosine among `sources` independent uniform directions in R^dim exceeds this.
 
     sqrt(2 log(sources² / delta) / dim), at most 1 (which says nothing): the cap bound P(cos >= c) <= exp(-dim c² / 2)
-    for both signs of all pairs. THEORY section 5.
+    for both signs of all pairs. Chapter 1 of the book.
     """
     if not (dim >= 1 and sources >= 1 and 0 < delta < 1):
         raise GeomlibError("spherical_coherence needs dim and sources of 1 or more and delta between 0 and 1.")
@@ -476,7 +476,7 @@ def gaussian_prediction(
     Raises:
         GeomlibError: as `certificate`; means or spreads that are not finite, negative spreads, fewer than two draws.
 
-    Source: THEORY section 5 (ours). The draws depend on the shape of `magnitudes` alone: selections in a leading axis share
+    Source: chapter 1 of the book. The draws depend on the shape of `magnitudes` alone: selections in a leading axis share
     them, so that curves over N are smooth.
     """
     visible = torch.ones_like(selected) if visible is None and isinstance(selected, torch.Tensor) else visible

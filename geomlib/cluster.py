@@ -74,10 +74,17 @@ def _client(distributed, address: str) -> Iterator:
     unreachable = GeomlibError(
         f"no Dask scheduler answers at {address}: start one with dask scheduler, or check the address (tcp://HOST:PORT)."
     )
-    try:
-        client = distributed.Client(address, timeout=_CONNECT_SECONDS, set_as_default=False)
-    except (OSError, ValueError, ImportError):  # a timeout is an OSError; an unknown protocol a ValueError
-        raise unreachable from None
+    for tries_left in (2, 1, 0):
+        try:
+            client = distributed.Client(address, timeout=_CONNECT_SECONDS, set_as_default=False)
+            break
+        except (OSError, ValueError, ImportError):  # a timeout is an OSError; an unknown protocol a ValueError
+            raise unreachable from None
+        except AssertionError:  # its loop's thread did not come up in the 10 s it is given: a machine that was busy or asleep
+            if not tries_left:
+                raise GeomlibError(
+                    "Dask's client does not start here in 30 seconds: wait until this machine is less busy, and run again."
+                ) from None
     with client, client.as_current():
         yield client
 

@@ -1,7 +1,7 @@
 """What would chance do? Random sets of the same size, and the same magnitudes with other directions.
 
 Both are drawn row by row from a hash of (seed, text, layer, query head, query, draw): neither the block size, nor the
-number of threads, nor the device changes them. THEORY section 7.
+number of threads, nor the device changes them. Chapter 2 of the book.
 """
 
 import hashlib

@@ -2,7 +2,7 @@
 
 Where all query heads of a KV head go, the rows and columns of the projections go with them: less memory, less time. Where only
 some go, their columns of the output projection become zero, which changes what is computed and not how long it takes.
-THEORY section 9.
+Chapter 5 of the book.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """What the attention sink is, and what it does to separability: two observers.
 
 The sink is source 0, the first token of the window. Some models keep further sinks in the middle of a text, so every
-source is also looked at by a rule that knows no position. THEORY sections 4 and 6.
+source is also looked at by a rule that knows no position. Chapter 3 of the book.
 """
 
 from collections.abc import Sequence
@@ -179,7 +179,7 @@ class SinkEffectTable:
         key: names the run and the text; decides that draw.
 
     Operations (query head, query, N) in which the sink is selected are apart from those in which it is not; those whose
-    window hides it are counted apart, with f_without = f_with. Source: THEORY section 6.
+    window hides it are counted apart, with f_without = f_with. Source: arXiv 2602.01893; chapter 3 of the book.
     """
 
     shares = True  # a `SeparabilityTable` of the same pass takes its F

@@ -2,7 +2,7 @@
 
 Removing a query head is zeroing its output before the output projection (`attention.intervene`). At retention q the first heads
 of an order go until ceil(q * heads) are left. Damage = NLL(sparsified) / NLL(full) - 1, on documents that the order has not seen.
-THEORY section 9.
+Chapter 5 of the book.
 """
 
 import itertools
@@ -65,7 +65,7 @@ RETENTION_SCHEMA: dict[str, tuple[str, str]] = {
 def importance(model, windows: Sequence, progress: bool | Callable = False) -> pd.DataFrame:
     """Baseline scores of every query head on each window (columns: `IMPORTANCE_SCHEMA`), in one pass forward and back.
 
-    Source: magnitude and contribution as THEORY section 9; gradient, Michel et al. 2019, the first-order change of the NLL,
+    Source: magnitude and contribution, chapter 5 of the book; gradient, Michel et al. 2019, the first-order change of the NLL,
     `|g . z|` of each query by itself.
     """
     hf = _hf(model)
@@ -253,7 +253,7 @@ def _pairs(table: pd.DataFrame) -> tuple[tuple[int, int], ...]:
 def all_orders(
     votes: pd.DataFrame, importance: pd.DataFrame, scan: pd.DataFrame | None = None, seeds: int = RANDOM_SEEDS
 ) -> dict[str, Order]:
-    """Every order of THEORY section 9 by name, from the tables of one study's windows.
+    """Every order of the book's chapter 5 by name, from the tables of one study's windows.
 
     Args:
         votes, importance, scan: tables of the analyses "taxonomy", "importance" and "scan"; without the scan there is no

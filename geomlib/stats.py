@@ -1,6 +1,6 @@
 """Means and their intervals: over heads, then layers, then documents; documents are what is drawn anew.
 
-The paper's protocol (THEORY section 10): a document bootstrap with 2000 replicates. Heads and layers of a model are
+The paper's protocol (arXiv 2602.01893): a document bootstrap with 2000 replicates. Heads and layers of a model are
 not a sample of anything, so they are averaged, not drawn.
 """
 

@@ -2,7 +2,7 @@
 
 Each query t >= 1 votes by its source-winner, the visible source of largest weight (ties to the lower index): for the current
 token (w = t), for the sink (w = 0), or for another one. A head's regime is the vote of most queries. No threshold anywhere.
-THEORY section 8.
+Chapter 4 of the book.
 """
 
 from collections.abc import Sequence
@@ -108,7 +108,7 @@ def regimes(table: pd.DataFrame, ties: Sequence[str] = TIES, by: Sequence[str] =
     Returns:
         Those of `by`, layer, head, queries, the shares of votes, regime, and the means of `SIGNATURES` over the queries.
 
-    Source: THEORY section 8. With documents of one length, equal weight a query is equal weight a document.
+    Source: arXiv 2602.01893; chapter 4 of the book. With documents of one length, equal weight a query is equal weight a document.
     """
     by = [by] if isinstance(by, str) else list(by)
     if len(ties) != len(REGIMES) or set(ties) != set(REGIMES):

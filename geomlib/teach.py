@@ -52,7 +52,7 @@ def copy(out: Path, solutions: bool = False, keep_outputs: bool = False) -> dict
     """Write the copy into a folder; what is in each chapter, in words. A file that was edited there is never overwritten."""
     book, files, told = Book(), {}, {}
     for path in chapters([]):
-        notebook = nbformat.read(path, as_version=4)
+        notebook = _notebook(path)
         notebook.cells = [c for cell in notebook.cells for c in book.translated(cell, path.stem, solutions)]
         notebook.metadata.pop("geomlib_sources", None)
         for cell in notebook.cells:
@@ -67,13 +67,30 @@ def copy(out: Path, solutions: bool = False, keep_outputs: bool = False) -> dict
         shown = [c.source if c.cell_type == "markdown" else f"```python\n{c.source}\n```" for c in cells if c.source]
         files[f"{page}.md"] = "\n\n".join(s for s in shown if s != _ANSWER) + "\n"
     if (folder().parent / "LICENSE").is_file():
-        files["LICENSE"] = (folder().parent / "LICENSE").read_text()
+        files["LICENSE"] = _text(folder().parent / "LICENSE")
     _save(files, out, "instructor" if solutions else "student")
     return told
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise GeomlibError(f"{path} cannot be read ({e}): restore it from the repository.") from e
+
+
+def _notebook(path: Path):
+    try:
+        return nbformat.reads(_text(path), as_version=4)
+    except (ValueError, AttributeError, nbformat.ValidationError) as e:
+        reason = str(e).partition("\n")[0]
+        raise GeomlibError(f"{path} is not a notebook that can be read ({reason}): restore it from the repository.") from e
+
+
 def _save(files: dict[str, str], out: Path, kind: str) -> None:
     """All files or, where one is not as it was written last or the folder holds the other copy, none."""
+    if out.resolve() == folder().parent.resolve():
+        raise GeomlibError(f"{out} is the book's own folder, so nothing was written: give another --out.")
     record, new = out / ".teach.json", {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
     try:
         old = json.loads(record.read_text()) if record.is_file() else {}
@@ -87,9 +104,10 @@ def _save(files: dict[str, str], out: Path, kind: str) -> None:
                     f"{out / name} was edited or comes from elsewhere, so nothing was written: give another --out, or move it away."
                 )
         out.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (out / name).write_text(text)
-        record.write_text(json.dumps(old | new | {"kind": kind}, indent=1))
+        for name, text in [*files.items(), (record.name, json.dumps(old | new | {"kind": kind}, indent=1))]:
+            part = out / f".{name}.part"  # never half a file, which would look like one that was edited
+            part.write_text(text, encoding="utf-8")
+            part.replace(out / name)
     except (OSError, ValueError) as e:
         raise GeomlibError(f"the copy cannot be written to {out} ({e}): give another --out.") from e
 
@@ -105,17 +123,14 @@ class Book:
 
     def __init__(self):
         root = folder().parent
-        contents = (root / "_toc.yml").read_text() if (root / "_toc.yml").is_file() else ""
+        contents = _text(root / "_toc.yml") if (root / "_toc.yml").is_file() else ""
         self.pages, self.titles, self.names, self.references = {}, {}, {}, {}
         for name in re.findall(r"(?:root|file): *(\S+)", contents) or [f"notebooks/{p.stem}" for p in chapters([])]:
             page, path = name.rpartition("/")[2], root / f"{name}.ipynb"
             if path.is_file():
-                try:
-                    self.pages[page] = nbformat.read(path, as_version=4).cells
-                except ValueError as e:
-                    raise GeomlibError(f"{name}.ipynb is not a notebook that can be read ({e}).") from e
-            elif path.with_suffix(".md").is_file():
-                self.pages[page] = [new_markdown_cell(path.with_suffix(".md").read_text())]
+                self.pages[page] = _notebook(path).cells
+            else:
+                self.pages[page] = [new_markdown_cell(_text(path.with_suffix(".md")))]
         loose = Counter()  # pages outside the numbered chapters go on from each other
         for page, cells in self.pages.items():
             chapter = int(page[:2]) if page[:2].isdigit() else 0
@@ -135,7 +150,7 @@ class Book:
                         page,
                     )
         bibliography = root / "book" / "references.bib"
-        for entry in bibliography.read_text().split("\n@")[1:] if bibliography.is_file() else []:
+        for entry in _text(bibliography).split("\n@")[1:] if bibliography.is_file() else []:
             fields = dict(re.findall(r"^ *(\w+) *= *\{(.*?)\},?$", entry, _BOTH))
             people = re.split(r"\s+and\s+", fields.get("author", fields.get("key", "")))
             people = [re.sub(r"\\\W|\\\w+ ?|[{}]", "", p.split(",")[0]).strip() for p in people]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from distributed import Client, KilledWorker
+from distributed.utils import LoopRunner
 from test_study import files, leftovers, save_model, save_texts
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -251,6 +252,25 @@ def test_no_scheduler(fields, model, tmp_path, monkeypatch, address):
     sentence = refused(fields, model, tmp_path, address)
     assert f"no Dask scheduler answers at {address}: start one with dask scheduler" in sentence
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("slow", [1, 3])
+def test_a_busy_machine(dask, fields, model, tmp_path, monkeypatch, slow):
+    """Dask gives the thread of its loop 10 seconds to start, and then fails by an assertion."""
+    start, failed = LoopRunner.start, []
+
+    def late(self):
+        if len(failed) < slow:
+            failed.append(self)
+            raise AssertionError
+        start(self)
+
+    monkeypatch.setattr(LoopRunner, "start", late)
+    if slow == 3:
+        assert "less busy, and run again." in refused(fields, model, tmp_path, dask[0])
+    else:
+        Study(**fields | {"windows": 1}).run(tmp_path, model, scheduler=dask[0])
+    assert len(failed) == slow
 
 
 def test_a_window_that_ends_workers_is_named():

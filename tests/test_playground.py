@@ -194,6 +194,9 @@ def test_presets_show_what_they_promise(page):
         and out["shares"] == tokens["shares"]
         and out["values"] == tokens["values"]
     )
+    assert "Sink out" in page.inner_text(".pg-note")
+    page.locator('.pg-point[data-source="1"]').press("ArrowUp")
+    assert page.locator(".pg-note").is_hidden()  # what is there now is the reader's own
     seen = set()
     for seed in (1, 2, 3):
         press(page, "random")
@@ -377,6 +380,12 @@ def test_a_link_restores_the_state(page, open_page):
         assert other.evaluate("text => geomlibPlayground.decode('#' + text)", wrong) is None, wrong
         other.evaluate("text => { location.hash = text; }", wrong)
     assert other.locator("#playground table").all_inner_texts() == shown
+    other.wait_for_function("document.querySelector('.pg-note').textContent === 'The link is damaged.'")
+    # As some programs write it that pass links on, and damaged from the start.
+    coded = "".join(c if c.isalnum() else f"%{ord(c):02X}" for c in link.split("#")[1])
+    assert open_page(f"{PAGE}#{coded}").locator("#playground table").all_inner_texts() == shown
+    damaged = open_page(f"{PAGE}#{coded[:-40]}%zz")
+    assert damaged.inner_text(".pg-note") == "The link is damaged." and number(damaged, "f") < 0.6
     assert other.evaluate("text => geomlibPlayground.decode(text).n", f"n=6&by=attention&t={tokens}") == 6
 
 

@@ -224,10 +224,58 @@ def test_a_solution_without_its_end_is_refused(project, old, new):
     assert not (project / "out").exists()
 
 
-def test_bad_notebooks_are_one_sentence(project):
-    (project / "notebooks" / "01_sums.ipynb").write_text("not a notebook")
-    with pytest.raises(GeomlibError, match=r"01_sums\.ipynb is not a notebook that can be read"):
+@pytest.mark.parametrize("content", ["not a notebook", "{}", "[]", '{"nbformat": 4}'])
+def test_bad_notebooks_are_one_sentence(project, content):
+    (project / "notebooks" / "01_sums.ipynb").write_text(content)
+    with pytest.raises(GeomlibError, match=r"01_sums\.ipynb is not a notebook that can be read \([^\n]*\): restore it"):
         teach.copy(project / "out")
+
+
+@pytest.mark.parametrize(
+    "name", ["_toc.yml", "book/references.bib", "book/notation.md", "notebooks/01_sums.ipynb", "LICENSE"]
+)
+def test_what_is_no_text_is_named(project, name):
+    (project / name).write_bytes(b"\xff\xfe")
+    with pytest.raises(GeomlibError, match=rf"{re.escape(name)} cannot be read .*: restore it"):
+        teach.copy(project / "out")
+    assert not (project / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["book/notation.md", "notebooks/01_sums.ipynb"])
+def test_a_page_of_the_contents_that_is_missing(project, name):
+    (project / name).unlink()
+    with pytest.raises(GeomlibError, match=r"cannot be read \(.*No such file.*\): restore it"):
+        teach.copy(project / "out")
+
+
+@pytest.mark.parametrize("place", [".", "out/.."])
+def test_the_books_own_folder_is_refused(project, place):
+    (project / "out").mkdir()
+    before = sorted(project.iterdir())
+    with pytest.raises(GeomlibError, match="is the book's own folder, so nothing was written"):
+        teach.copy(Path(place))
+    assert sorted(project.iterdir()) == before
+
+
+def test_stopped_half_way_and_begun_again(project, monkeypatch):
+    """A full disk in the middle of a file: what is there is whole, and the next try takes it up."""
+    write = Path.write_text
+
+    def full(self, text, **settings):
+        if self.name == ".01_sums.ipynb.part":
+            write(self, text[:100])
+            raise OSError(28, "No space left on device")
+        return write(self, text, **settings)
+
+    with monkeypatch.context() as m:
+        m.setattr(Path, "write_text", full)
+        with pytest.raises(GeomlibError, match="No space left"):
+            teach.copy(project / "out")
+    assert (project / "out" / "00_start.ipynb").is_file() and not (project / "out" / "01_sums.ipynb").exists()
+    teach.copy(project / "out")
+    assert sorted(p.name for p in (project / "out").iterdir()) == [
+        ".teach.json", "00_start.ipynb", "01_sums.ipynb", "LICENSE", "notation.md"
+    ]  # fmt: skip
 
 
 def test_the_command(project, monkeypatch):

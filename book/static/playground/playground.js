@@ -3,7 +3,7 @@
  *
  * First what is measured: pure functions, in any dimension, with the definitions of geomlib.geometry and geomlib.bounds.
  * Then the state and its form in a link, then the drawing. A classic script: a book is also read from files, from which
- * browsers load no modules. Nothing is asked for over a network.
+ * browsers load no modules.
  */
 (function () {
   "use strict";
@@ -20,11 +20,10 @@
   const range = (xs) => (xs.length ? [Math.min(...xs), Math.max(...xs)] : [0, 0]);
 
   /**
-   * False positives, false negatives and inversions of keys. All lists are indexed by source.
-   * @param {number[]} upper keys (or upper bounds on them) of the selected
-   * @param {number[]} lower keys (or lower bounds on them) of the unselected
-   * @param {number[]} chosen the selected sources
-   * @param {number[]} rest the unselected ones; neither empty
+   * Intruders, strays and inversions of keys, indexed by source.
+   * @param {number[]} upper keys (or bounds above them) of the selected
+   * @param {number[]} lower keys (or bounds below them) of the unselected
+   * @param {number[]} chosen the selected sources; `rest` the unselected ones; neither empty
    */
   function extremal(upper, lower, chosen, rest) {
     const farthest = chosen.reduce((i, k) => (upper[k] > upper[i] ? k : i));
@@ -49,11 +48,9 @@
   }
 
   /**
-   * A lower bound on precision, recall and F from lengths and intervals of cosines. The sink has its own intervals.
+   * Lower bounds on precision, recall and F from lengths and intervals of cosines, the sink's apart.
    * @param {"constant_norm"|"global"|"rowwise"} level
-   * @param {number[][]} values of all sources
-   * @param {number[]} chosen the selected sources
-   * @param {number[]} rest the unselected ones; source 0 may be in neither
+   * @param {number[]} chosen the selected sources; `rest` the unselected ones; source 0 may be in neither
    */
   function certificate(level, weights, values, chosen, rest) {
     const all = chosen.concat(rest).sort((i, k) => i - k), n = chosen.length;
@@ -96,9 +93,9 @@
 
   /**
    * All that the page shows of one operation. Euclidean distance; ties go to the lower index.
-   * @param {number[]} weights attention weights, used as they are
-   * @param {number[][]} values one value vector for each weight, of any dimension
-   * @param {number} n how many sources are selected
+   * @param {number[]} weights attention weights, as they are
+   * @param {number[][]} values one for each weight, of any dimension
+   * @param {number} n how many are selected
    * @param {"attention"|"contribution"} ranking
    * @param {boolean} [withoutSink] leave source 0 out, as if it were not there
    * @returns {object} numbers; NaN, and empty lists, where nothing is unselected (N >= T)
@@ -155,9 +152,10 @@
     return `n=${n}&by=${ranking}&t=${shares.map((share, i) => [share, ...values[i]].join("_")).join("~")}`;
   }
 
-  /** The state of a link's text, or null where it is none. */
+  /** The state of a link's text, also with signs as %xx, or null where it is none. */
   function decode(text) {
-    const found = /^#?n=(\d+)&by=(\w+)&t=([-+.\de_~]+)$/.exec(text);
+    const plain = text.replace(/%(\w\w)/g, (_, code) => String.fromCharCode(parseInt(code, 16)));
+    const found = /^#?n=(\d+)&by=(\w+)&t=([-+.\de_~]+)$/.exec(plain);
     if (!found) return null;
     const tokens = found[3].split("~").map((token) => token.split("_").map(Number));
     const state = { n: Number(found[1]), ranking: found[2], shares: tokens.map((t) => t[0]), values: tokens.map((t) => t.slice(1)) };
@@ -215,6 +213,7 @@
     "sink in": "Sink in: source 0 has most of the weight and a short value that points against the others. It is selected.",
     "sink out": "Sink out: the same tokens and weights, but ranked by contribution. Source 0 is too short to be selected.",
     link: "This configuration comes from a link.",
+    damaged: "The link is damaged.",
   };
   const rho = (which) => `<i>ρ</i><sub>${which}</sub>`;
   /** Rows of the two tables: the name of a number, its symbol, plain words. */
@@ -245,46 +244,46 @@
     `<li><svg viewBox="-20 -20 40 40" class="pg-${kind}" aria-hidden="true"><path class="pg-mark" d="${SHAPES[shape]}"/></svg><span>${words}</span></li>`;
   const PAGE = `
 <div class="pg-buttons" role="group" aria-label="Examples">
-  ${Object.keys(presets).map((name) => `<button type="button" data-preset="${name}">${name[0].toUpperCase() + name.slice(1)}</button>`).join("")}
+ ${Object.keys(presets).map((name) => `<button type="button" data-preset="${name}">${name[0].toUpperCase() + name.slice(1)}</button>`).join("")}
 </div>
 <p class="pg-note"></p>
 <p class="pg-verdict"><b><i>F<sub>N</sub></i> = <span data-value="f"></span></b> <span class="pg-words"></span></p>
 <div class="pg-columns">
-  <div>
-    <svg class="pg-plane" viewBox="0 0 ${SIZE} ${SIZE}" role="group" aria-label="Plane of contributions. Each point can be moved with the arrow keys.">
-      <g class="pg-grid"></g>
-      <circle class="pg-max"/><line class="pg-max"/><circle class="pg-min"/><line class="pg-min"/>
-      <text class="pg-max"><tspan font-style="italic">ρ</tspan><tspan dy="3" font-size="9">max</tspan></text>
-      <text class="pg-min"><tspan font-style="italic">ρ</tspan><tspan dy="3" font-size="9">min</tspan></text>
-      <path class="pg-origin" d="${SHAPES.cross}"/><path class="pg-star" d="${SHAPES.star}"/>
-      <g class="pg-points"></g>
-    </svg>
-    <ul class="pg-legend">
-      ${key("selected", "circle", "selected")}${key("stray", "square", "stray")}
-      ${key("unselected", "circle", "unselected")}${key("intruder", "square", "intruder")}
-      ${key("max", "circle", rho("max"))}${key("min", "circle", rho("min"))}${key("sink", "diamond", "source 0, the sink")}${key("star", "star", "<i>s<sub>N</sub></i>")}${key("origin", "cross", "origin")}
-    </ul>
-    <div class="pg-controls">
-      ${slider("n", "<i>N</i>, how many are selected", 1, LEAST, 1)}
-      <fieldset><legend>Ranking by</legend>
-        ${RANKINGS.map((by) => `<label><input type="radio" name="ranking" value="${by}"> ${by}</label>`).join("")}
-      </fieldset>
-      ${slider("norm", "Length of the sink’s value", 0, 4, 0.05)}
-      ${slider("angle", "Its direction, in degrees", -180, 180, 1)}
-    </div>
+ <div>
+  <svg class="pg-plane" viewBox="0 0 ${SIZE} ${SIZE}" role="group" aria-label="Plane of contributions. Each point can be moved with the arrow keys.">
+   <g class="pg-grid"></g>
+   <circle class="pg-max"/><line class="pg-max"/><circle class="pg-min"/><line class="pg-min"/>
+   <text class="pg-max"><tspan font-style="italic">ρ</tspan><tspan dy="3" font-size="9">max</tspan></text>
+   <text class="pg-min"><tspan font-style="italic">ρ</tspan><tspan dy="3" font-size="9">min</tspan></text>
+   <path class="pg-origin" d="${SHAPES.cross}"/><path class="pg-star" d="${SHAPES.star}"/>
+   <g class="pg-points"></g>
+  </svg>
+  <ul class="pg-legend">
+   ${key("selected", "circle", "selected")}${key("stray", "square", "stray")}
+   ${key("unselected", "circle", "unselected")}${key("intruder", "square", "intruder")}
+   ${key("max", "circle", rho("max"))}${key("min", "circle", rho("min"))}${key("sink", "diamond", "source 0, the sink")}${key("star", "star", "<i>s<sub>N</sub></i>")}${key("origin", "cross", "origin")}
+  </ul>
+  <div class="pg-controls">
+   ${slider("n", "<i>N</i>, how many are selected", 1, LEAST, 1)}
+   <fieldset><legend>Ranking by</legend>
+    ${RANKINGS.map((by) => `<label><input type="radio" name="ranking" value="${by}"> ${by}</label>`).join("")}
+   </fieldset>
+   ${slider("norm", "Length of the sink’s value", 0, 4, 0.05)}
+   ${slider("angle", "Its direction, in degrees", -180, 180, 1)}
   </div>
-  <div>
-    <table><caption>The numbers</caption><tbody>${rows(NUMBERS)}</tbody></table>
-    <table><caption>Lower bounds on <i>F<sub>N</sub></i>, and what they know</caption><tbody>${rows(BOUNDS)}</tbody></table>
-  </div>
+ </div>
+ <div>
+  <table><caption>The numbers</caption><tbody>${rows(NUMBERS)}</tbody></table>
+  <table><caption>Lower bounds on <i>F<sub>N</sub></i>, and what they know</caption><tbody>${rows(BOUNDS)}</tbody></table>
+ </div>
 </div>
 <table class="pg-sources"><caption>The sources</caption>
-  <thead><tr><th scope="col">Source</th><th scope="col">Share</th><th scope="col"><i>α</i></th>
-    <th scope="col">‖<i>v</i>‖</th><th scope="col"><i>D</i></th><th scope="col">Is</th></tr></thead><tbody></tbody></table>
+ <thead><tr>${["Source", "Share", "<i>α</i>", "‖<i>v</i>‖", "<i>D</i>", "Is"].map((x) => `<th scope="col">${x}</th>`).join("")}</tr></thead>
+ <tbody></tbody></table>
 <div class="pg-buttons">
-  <button type="button" data-do="add">Add a source</button><button type="button" data-do="remove">Remove the last</button>
-  <button type="button" data-do="even">Give all but the sink one length</button><button type="button" data-do="copy">Copy link</button>
-  <span class="pg-copied" role="status"></span>
+ <button type="button" data-do="add">Add a source</button><button type="button" data-do="remove">Remove the last</button>
+ <button type="button" data-do="even">Give all but the sink one length</button><button type="button" data-do="copy">Copy link</button>
+ <span class="pg-copied" role="status"></span>
 </div>
 <p class="pg-hidden" role="status" aria-live="polite"></p>`;
 
@@ -301,6 +300,7 @@
     const pixels = (x) => (x * SIZE) / 2 / half;
     const across = (x) => SIZE / 2 + pixels(x - middle[0]), down = (y) => SIZE / 2 - pixels(y - middle[1]);
     const shown = (x, digits = 3) => (Number.isNaN(x) ? "–" : x.toFixed(digits).replace("-", "−"));
+    const write = (name, text) => find(`[data-value="${name}"]`).replaceChildren(text);
     const kind = (i, m) => m.strays.includes(i) ? "stray" : m.intruders.includes(i) ? "intruder" : m.selected.includes(i) ? "selected" : "unselected";
 
     /** As many points and rows as sources. Those that stay are kept, so that the focus is. */
@@ -314,7 +314,7 @@
       }
     }
 
-    /** The part of the plane that is shown: all points, the origin and some of the ball. Changed only where it must be. */
+    /** The part of the plane that is shown: points, origin, some of the ball. Changed only where it must be. */
     function fit(m) {
       const some = 0.55 * (m.rhoMax || 0);
       const ends = [0, 1].map((d) => range([0, m.s[d] - some, m.s[d] + some, ...m.y.map((yi) => yi[d])]));
@@ -339,7 +339,7 @@
       find(".pg-grid").innerHTML = lines.join("");
     }
 
-    /** A ball around s_N, a line to the source that it reaches, and its name at the first place on it that is seen. */
+    /** A ball around s_N, a line to the source that it reaches, and its name where it is seen. */
     function drawBall(name, source, radius, m, turn) {
       const [circle, line, text] = ["circle", "line", "text"].map((tag) => find(`${tag}.pg-${name}`));
       for (const part of [circle, line, text]) part.style.visibility = source >= 0 ? "visible" : "hidden";
@@ -380,8 +380,8 @@
       const counts = ["falsePositives", "falseNegatives", "inversions"], bounds = m.certificates;
       const values = { f: m.f, paper: m.inversionBound.f, joint: m.jointBound, global: bounds.global.f, rowwise: bounds.rowwise.f };
       for (const [name] of NUMBERS) values[name] = m[name];
-      for (const [name, value] of Object.entries(values)) find(`[data-value="${name}"]`).textContent = shown(value, counts.includes(name) ? 0 : 3);
-      find('[data-value="constant_norm"]').textContent = m.oneLength ? shown(bounds.constant_norm.f) : "no bound";
+      for (const [name, value] of Object.entries(values)) write(name, shown(value, counts.includes(name) ? 0 : 3));
+      write("constant_norm", m.oneLength ? shown(bounds.constant_norm.f) : "no bound");
       find(".pg-words").textContent = verdict(state, m);
       drawControls();
       return m;
@@ -391,7 +391,7 @@
       const norm = length(state.values[0]), many = state.shares.length;
       const angle = norm > 0 ? (Math.atan2(state.values[0][1], state.values[0][0]) * 180) / Math.PI : turned;
       if (Math.abs(angle - turned) > 0.5) turned = angle; // a short value keeps its direction only roughly
-      const put = (name, value, text) => { find(`input[name="${name}"]`).value = value; find(`[data-value="${name}"]`).textContent = text; };
+      const put = (name, value, text) => { find(`input[name="${name}"]`).value = value; write(name, text); };
       set(find('input[name="n"]'), { max: many });
       set(find('input[name="norm"]'), { max: Math.max(Number(find('input[name="norm"]').max), Math.ceil(norm)) });
       put("n", state.n, `${state.n} of ${many}`);
@@ -402,9 +402,15 @@
       find('[data-do="remove"]').disabled = many <= LEAST;
     }
 
+    const note = (text) => {
+      if (text) find(".pg-note").replaceChildren(text);
+      find(".pg-note").style.visibility = text ? "" : "hidden"; // in its place, so that nothing moves
+    };
+
     /** After each change: draw, and a little later say it and write it into the address. */
-    function changed(said = "") {
+    function changed(said = "", words = "") {
       const m = draw();
+      note(words);
       find(".pg-copied").textContent = "";
       clearTimeout(spoken);
       clearTimeout(written);
@@ -414,9 +420,8 @@
 
     const link = () => `${location.href.split("#")[0]}#${encode(state)}`;
 
-    function show(next, note) {
+    function show(next) {
       state = next;
-      find(".pg-note").textContent = note;
       turned = (Math.atan2(state.values[0][1], state.values[0][0]) * 180) / Math.PI;
       find('input[name="norm"]').max = 4;
       half = 0; // look anew
@@ -425,7 +430,8 @@
 
     function preset(name) {
       if (name === "random") seed++;
-      show(presets[name](seed), NOTES[name] + (name === "random" ? ` (seed ${seed}).` : ""));
+      show(presets[name](seed));
+      return NOTES[name] + (name === "random" ? ` (seed ${seed}).` : "");
     }
 
     /** Move a contribution. Its weight stays, so what changes is its value, v = y / α. */
@@ -461,7 +467,7 @@
         draw();
       });
     }
-    // Where a browser does not know touch-action in a drawing: a finger on a point moves it and not the page.
+    // Where a browser knows no touch-action in a drawing: a finger moves the point and not the page.
     plane.addEventListener("touchstart", (event) => {
       if (event.cancelable && event.target.closest(".pg-point")) event.preventDefault();
     }, { passive: false });
@@ -483,8 +489,8 @@
     });
     root.addEventListener("click", ({ target }) => {
       const { preset: name, do: what } = target.dataset, { shares, values } = state;
-      if (name) preset(name);
-      else if (what === "add") shares.push(10), values.push(polar(2, 137.5 * shares.length));
+      if (name) return changed("", preset(name));
+      if (what === "add") shares.push(10), values.push(polar(2, 137.5 * shares.length));
       else if (what === "remove") shares.pop(), values.pop(), (state.n = Math.min(state.n, shares.length));
       else if (what === "even") {
         const norms = values.map(length), mean = sum(norms.slice(1)) / (norms.length - 1);
@@ -501,11 +507,13 @@
     }
     function restore() {
       const found = decode(location.hash);
-      if (found) show(found, NOTES.link), draw();
-      return found;
+      if (found) show(found), draw(), note(NOTES.link);
+      else if (/^#n[=%]/.test(location.hash)) note(NOTES.damaged);
     }
     window.addEventListener("hashchange", restore);
-    if (!restore()) preset("sink in"), draw();
+    note(preset("sink in"));
+    restore();
+    draw();
   }
 
   window.geomlibPlayground = { measure, encode, decode, presets, weightsOf, verdict };
