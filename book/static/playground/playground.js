@@ -85,7 +85,7 @@
     return prf(n, found.intruders.length, found.strays.length);
   }
 
-  /** Whether all values but the sink's have one length, not 0: what the certificate `constant_norm` assumes. */
+  /** Whether all values but the sink's have one length, not 0: what `constant_norm` assumes. */
   function oneLength(values) {
     const [least, most] = range(values.slice(1).map(length));
     return most > 0 && most - least <= 1e-12 * most;
@@ -404,7 +404,7 @@
 
     const note = (text) => {
       if (text) find(".pg-note").replaceChildren(text);
-      find(".pg-note").style.visibility = text ? "" : "hidden"; // in its place, so that nothing moves
+      find(".pg-note").style.visibility = text ? "" : "hidden"; // so that nothing moves
     };
 
     /** After each change: draw, and a little later say it and write it into the address. */
