@@ -190,12 +190,15 @@ def _extremal(keys, order, size, low, high, chosen, wrong, pairs):
 
 
 @njit(cache=True, fastmath={"contract", "nnan"})  # not reassociated: a * a would leave float32's range, slowly
-def _keys(distance, alpha, norms, dots, length, keys):
-    """What orders as the distance does: ‖y‖² - 2<y, s> = D² - ‖s‖², or -<y, s> / (‖y‖‖s‖ + 1e-12) = D - 1."""
+def _keys(distance, alpha, norms, squares, dots, length, keys):
+    """What orders as the distance does: ‖y‖² - 2<y, s> = D² - ‖s‖², or -<y, s> / (‖y‖‖s‖ + 1e-12) = D - 1.
+
+    squares: ‖v‖² as sums, since the square of a rounded root would break the ties of numbers that need no rounding.
+    """
     if distance == EUCLIDEAN:
         for i in range(len(keys)):
             a = alpha[i]
-            keys[i] = a * (a * (norms[i] * norms[i]) - 2 * dots[i])
+            keys[i] = a * (a * squares[i] - 2 * dots[i])
     else:
         for i in range(len(keys)):
             a = alpha[i]
@@ -233,14 +236,14 @@ def _replacements(scores, seen, order, sizes, count, taken, follow):
 
 @njit(cache=True, parallel=True, fastmath=_FAST)
 def separability_rows(
-    weights, values, tiles, norms, scores, visible, exclude, directions, without, sizes, ranking, distances, permuted, full, out
+    weights, values, tiles, norms, squares, scores, visible, exclude, directions, without, sizes, ranking, distances, permuted, full, out
 ):  # fmt: skip
     """All metrics of all query rows.
 
     Args:
         weights: (batch, query, source); values: (batch, source, dim); tiles: the same, (batch, tile, dim x TILE), see
         `_products`, dim padded with zeros to a multiple of 8 here and in `values`;
-        norms: ‖v‖, (batch, source); scores: (batch, query, source) or (1, 1, 1) unless ranking is BY_SCORES;
+        norms, squares: ‖v‖ and ‖v‖², (batch, source); scores: (batch, query, source) or (1, 1, 1) unless ranking is BY_SCORES;
         visible: candidates, (query, source); exclude: a source of each row that is none, or -1, (batch, query); directions: (batch, query, source) int32 or (1, 1, 1) unless `permuted`:
         source i borrows the direction of source directions[i] and keeps its own magnitude;
         sizes: ascending, (size,); distances: codes, (distance,); full: all METRICS, else
@@ -380,7 +383,10 @@ def separability_rows(
                     for i in range(low, high):
                         dots[i] = work[i]
                 for m in range(len(distances)):
-                    _keys(distances[m], alpha[low:high], norms[b, low:high], dots[low:high], length, keys[low:high])
+                    _keys(
+                        distances[m], alpha[low:high], norms[b, low:high], squares[b, low:high], dots[low:high], length,
+                        keys[low:high],
+                    )  # fmt: skip
                     if holes:
                         for i in range(low, high):
                             if not seen[i]:
@@ -433,9 +439,8 @@ def separability_rows(
                         out[m, b, q, c, 11] = out[m, b, q, c, 2]
                     elif size >= total - 1:
                         out[m, b, q, c, 11] = np.nan
-                    elif (
-                        c < changed
-                    ):  # unselected: the same sum, one less in the way; keys of the selected are inf by now
+                    elif c < changed:
+                        # Unselected: the same sum, one less in the way; keys of the selected are inf by now.
                         strays = fn if bottom <= top else 0  # `chosen` holds no others
                         own = keys[without]
                         keys[without] = np.inf
@@ -450,9 +455,8 @@ def separability_rows(
                             other_length += rest[c - changed, d] * rest[c - changed, d]
                         other_dots = rest_products[c - changed]
                         _keys(
-                            distances[m], alpha[low:high], norms[b, low:high], other_dots[low:high],
-                            np.sqrt(other_length),
-                            keys[low:high],
+                            distances[m], alpha[low:high], norms[b, low:high], squares[b, low:high], other_dots[low:high],
+                            np.sqrt(other_length), keys[low:high],
                         )  # fmt: skip
                         if holes:
                             for i in range(low, high):
@@ -682,15 +686,16 @@ def _add_multiple(row, factor, to):
 
 @njit(cache=True, parallel=True, fastmath=_FAST)
 def certificate_rows(
-    weights, values, tiles, norms, cosines, visible, sizes, intervals, ratio, basis, coordinates, residuals, ranks,
+    weights, values, tiles, norms, squares, cosines, visible, sizes, intervals, constants, basis, coordinates, residuals, ranks,
     guard, out, inversions,
 ):  # fmt: skip
     """Exact counts and every certificate for query heads that share their values.
 
     Args:
         weights: (head, query, source); values: (source, dim) and tiles, padded as `separability_rows` takes them;
-        norms: (source,); cosines: (source, source); visible: (query, source); sizes: ascending;
-        intervals: of `pair_intervals`, (query, 8); ratio: the sink's norm over the mean of the others, (query,);
+        norms, squares: ‖v‖ and ‖v‖², (source,); cosines: (source, source); visible: (query, source); sizes: ascending;
+        intervals: of `pair_intervals`, (query, 8); constants: norm of the sink and norm of all others where norms are
+        taken to be constant, sink-agnostic and aware, (2, query, 2);
         basis: (2, rank, dim) orthonormal directions, sink-aware and agnostic; coordinates: of the unit values in them,
         (2, rank, source); residuals: (2, ranks, source) length of a unit value beyond the first ranks[k] directions;
         guard: relative outward rounding per (N + dim + 8), see `bounds`;
@@ -747,7 +752,6 @@ def certificate_rows(
             _nested(ranked, index, total, sizes, count, work, order)
             for i in range(low, high):
                 a[i] = alpha[i] * norms[i]
-                constant[i] = alpha[i]
                 least[i] = 2
                 greatest[i] = -2
                 taken[i] = zero
@@ -788,7 +792,10 @@ def certificate_rows(
                 whole = kind(others + sink)
                 slack = kind(guard * (size + dim + 8))
 
-                _keys(EUCLIDEAN, alpha[low:high], norms[low:high], products[c, low:high], zero, exact[low:high])
+                _keys(
+                    EUCLIDEAN, alpha[low:high], norms[low:high], squares[low:high], products[c, low:high], zero,
+                    exact[low:high],
+                )  # fmt: skip
                 length = 0.0
                 rank = 0
                 exact_fp, exact_fn = 0, 0
@@ -800,9 +807,12 @@ def certificate_rows(
                         magnitudes = constant if level < GLOBAL else a
                         rest, edge, sums_to = kind(others), kind(sink), whole
                         if level < GLOBAL:
-                            rest = kind(others_constant)
+                            norm = kind(constants[int(aware), q, 1])
+                            for i in range(low, high):
+                                constant[i] = alpha[i] * norm
+                            rest = kind(others_constant) * norm
                             if has_sink:
-                                constant[0] = alpha[0] * kind(ratio[q]) if aware else alpha[0]
+                                constant[0] = alpha[0] * kind(constants[int(aware), q, 0])
                                 edge = constant[0] if taken[0] > 0 else zero
                             sums_to = rest + edge
                         if level < ROWWISE:

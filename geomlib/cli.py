@@ -364,6 +364,10 @@ def _load_options(device, dtype, device_map, bits) -> dict[str, str]:
     """How kernels and workers load models, as the environment variable that `load_model` reads."""
     options = {"device": device, "dtype": dtype, "device_map": device_map, "bits": bits}
     options = {k: v for k, v in options.items() if v is not None}
+    if options:  # now, and not inside the first chapter
+        from geomlib.models import _placement
+
+        _placement(dtype, device, {"device_map": device_map})
     return {"GEOMLIB_LOAD": json.dumps(options)} if options else {}
 
 

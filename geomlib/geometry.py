@@ -175,6 +175,7 @@ def _on_cpu(
         padded.numpy(),
         tiles.numpy(),
         values.norm(dim=-1).numpy(),
+        values.square().sum(dim=-1).numpy(),
         scores,
         candidates.contiguous().numpy(),
         exclude.to(torch.int32).contiguous().numpy(),
@@ -225,7 +226,7 @@ def _in_torch(
 
 def _rows_in_torch(weights, values, sizes, ranking, distances, candidates, directions, counts_only) -> torch.Tensor:
     """candidates: (batch, query, source)."""
-    norms = values.norm(dim=-1)[:, None]  # (batch, 1, source)
+    norms, squares = values.norm(dim=-1)[:, None], values.square().sum(dim=-1)[:, None]  # (batch, 1, source)
     ratio = torch.ones((), dtype=weights.dtype, device=weights.device)
     if directions is not None:
         other = norms.expand_as(weights).gather(-1, directions)
@@ -251,7 +252,7 @@ def _rows_in_torch(weights, values, sizes, ranking, distances, candidates, direc
         length = total_sum.norm(dim=-1, keepdim=True)
         for m, distance in enumerate(distances):
             if distance == "euclidean":
-                keys = magnitudes**2 - 2 * dots
+                keys = weights * (weights * squares) - 2 * dots
             else:
                 keys = -dots / (magnitudes * length + EPSILON)
             fp, fn, inversions, far, near = extremal(keys, keys, selected, candidates & ~selected, not counts_only)

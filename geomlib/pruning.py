@@ -28,9 +28,8 @@ from geomlib.errors import GeomlibError
 from geomlib.models import _quiet, load_model
 from geomlib.nll import evaluating, input_ids
 
-RECORD = (
-    "geomlib_pruned"  # the key in config.json: {"removed": [[layer, head], ...], "cut": {layer: [query heads left]}}
-)
+# The key in config.json: {"removed": [[layer, head], ...], "cut": {layer: [query heads left]}, "projection": name}.
+RECORD = "geomlib_pruned"
 _SAME = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest logit
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from geomlib import _kernels
-from geomlib.attention import Block, observe
+from geomlib.attention import Block, final_rows
 from geomlib.bounds import (
     DRAWS,
     GUARD,
@@ -135,7 +135,11 @@ def every_level(
     others = visible.clone()
     others[:, 0] = False
     mean = (others * norms.double()).sum(-1) / others.sum(-1).clamp(min=1)
-    ratio = torch.where(mean > 0, norms[0].double() / mean, 1.0)
+    # In units of the others' mean norm, unless that is 0: then no ratio says what all have.
+    first, has = norms[0].double().expand_as(mean), (mean > 0).double()
+    aware = torch.stack([torch.where(mean > 0, first / mean, (first > 0).double()), has], dim=-1)
+    alike = torch.maximum(has, (first * visible[:, 0] > 0).double())
+    constants = torch.stack([torch.stack([alike, alike], dim=-1), aware])
     coordinates = units @ basis.transpose(1, 2)  # (way, source, rank)
     residuals = torch.stack(
         [(units - coordinates[..., :r] @ basis[:, :r]).norm(dim=-1) for r in ranks], dim=1
@@ -144,8 +148,8 @@ def every_level(
     out = np.empty((len(_NAMES), *weights.shape[:2], len(sizes), 5))
     inversions = np.empty((*weights.shape[:2], len(sizes)))
     _kernels.certificate_rows(
-        weights.contiguous().numpy(), padded[0].numpy(), tiles[0].numpy(), norms.numpy(), cosines.numpy(),
-        visible.contiguous().numpy(), np.asarray(sizes, np.int64), intervals, ratio.numpy(), basis.contiguous().numpy(),
+        weights.contiguous().numpy(), padded[0].numpy(), tiles[0].numpy(), norms.numpy(), values.square().sum(-1).numpy(), cosines.numpy(),
+        visible.contiguous().numpy(), np.asarray(sizes, np.int64), intervals, constants.numpy(), basis.contiguous().numpy(),
         coordinates.transpose(1, 2).to(values.dtype).contiguous().numpy(), residuals.to(values.dtype).contiguous().numpy(),
         np.asarray(ranks, np.int64), GUARD * torch.finfo(values.dtype).eps, out, inversions,
     )  # fmt: skip
@@ -156,14 +160,10 @@ def mean_profile(model: Model, input_ids: torch.Tensor) -> torch.Tensor:
     """Attention of the final query to the sources other than the first: each head's weights in falling order and scaled
     to sum 1, mean over heads and layers. input_ids (1, token) -> (source - 1,), float64."""
     total = []
-
-    def last_row(block: Block) -> None:
-        if block.queries[-1] == input_ids.shape[1] - 1 and block.visible[-1].all():
+    for block in final_rows(model, input_ids[0]).values():
+        if block.visible[-1].all():
             rest = block.weights[:, -1, 1:].double().sort(dim=-1, descending=True).values
             total.append((rest / rest.sum(-1, keepdim=True).clamp(min=1e-300)).mean(0).cpu())
-
-    with torch.no_grad(), observe(model, last_row):
-        model.hf.base_model(input_ids=input_ids.to(model.device), use_cache=False)
     return torch.stack(total).mean(0)
 
 

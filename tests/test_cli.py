@@ -250,6 +250,23 @@ def test_an_unknown_chapter(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--device", "gpu"], "'gpu' is not a device: give cpu, cuda or cuda:1"),
+        (["--device", "cuda:99"], "There is no GPU for cuda:99 here: give device='cpu'"),
+        (["--dtype", "half-ish"], "'half-ish' is not a dtype"),
+        (["--device", "cpu", "--device-map", "auto"], "device and device_map exclude each other"),
+    ],
+)
+@pytest.mark.parametrize("command", [["run"], ["measure", "separability"]])
+def test_where_a_model_cannot_go_is_said_at_once(command, options, says, tmp_path):
+    if command != ["run"] and "--dtype" in options:
+        return
+    refused(run(*command, "--out", tmp_path / "out", *options), says)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("arguments", [["--queries", "some"], ["--windows", "few"], ["--colour", "1"], []])
 def test_what_typer_refuses_has_exit_code_2_and_no_traceback(arguments, tmp_path):
     out = ["--out", tmp_path / "out"] if arguments else []  # without --out, that is what is missing

@@ -151,6 +151,30 @@ def test_float32_kernel_agrees_with_torch_and_float64(monkeypatch):
     assert half.f.dtype == torch.float64 and half.f[~half.f.isnan()].max() <= 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_that_need_no_rounding_tie_as_they_should(engine, dtype):
+    """Small whole numbers: a root such as that of 5, squared again, is not 5, and a tie would be lost."""
+    g = torch.Generator().manual_seed(0)
+    ties = 0
+    for _ in range(150):
+        values = torch.randint(-2, 3, (9, 2), generator=g)
+        weights = torch.randint(0, 4, (9,), generator=g) / 8
+        for n in (1, 2, 4, 8):
+            y = (weights[:, None] * values).double()
+            order = sorted(range(9), key=lambda i: (-weights[i].item(), i))
+            keys = (y.square().sum(-1) - 2 * y @ y[order[:n]].sum(0)).tolist()  # exact
+            chosen, rest = [keys[i] for i in order[:n]], [keys[i] for i in order[n:]]
+            counts = (
+                sum(k <= max(chosen) for k in rest), sum(k >= min(rest) for k in chosen),
+                sum(j <= i for i in chosen for j in rest),
+            )  # fmt: skip
+            ties += max(chosen) in rest or min(rest) in chosen
+            found = separability(weights[None].to(dtype), values.to(dtype), [n])
+            got = (found.false_positives.item(), found.false_negatives.item(), found.inversions.item())
+            assert got == counts
+    assert ties > 100
+
+
 def test_ties_go_to_the_lower_index(engine):
     # equal weights: S must be the first N; the values make only that choice separable
     weights = torch.full((1, 6), 1 / 6)
