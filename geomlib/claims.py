@@ -32,6 +32,7 @@ from geomlib.stats import (
     regime_lead,
     regime_shares,
     summary,
+    with_interval,
 )
 from geomlib.theory import THEOREMS
 
@@ -569,15 +570,32 @@ def _needs_prediction(table: pd.DataFrame) -> None:
 
 
 def prediction_gaps(table: pd.DataFrame) -> pd.DataFrame:
-    """How far the Gaussian model is from permuted directions and from the exact F: rows (sink, compared with), columns
-    mean and largest absolute difference of the mean F over N >= 2. `table` of the analysis "bounds", final query."""
+    """How far the Gaussian model is from permuted directions and from the exact F, over N >= 2: rows (sink, compared with);
+    columns mean and largest absolute difference of the mean F, and mean absolute difference of a single head's (mean over
+    documents). `table` of the analysis "bounds", final query."""
     _needs_prediction(table)
     means = by_size(table)
+    heads = table[table["size"] > 1].groupby(["level", "sink", "layer", "head", "size"])["f"].mean()
     rows = {}
     for sink, other in (("aware", "permuted"), ("agnostic", "permuted"), ("aware", "exact")):
-        gap = (means.loc[("gaussian", sink)] - means.loc[(other, "none" if other == "exact" else sink)]).abs()
-        rows[(sink, other)] = {"mean": gap.mean(), "largest": gap.max()}
+        one, two = ("gaussian", sink), (other, "none" if other == "exact" else sink)
+        gap, single = (means.loc[one] - means.loc[two]).abs(), (heads.loc[one] - heads.loc[two]).abs()
+        rows[(sink, other)] = {"mean": gap.mean(), "largest": gap.max(), "single head": single.mean()}
     return pd.DataFrame(rows).T.rename_axis(["sink", "compared with"])
+
+
+def prediction_differences(table: pd.DataFrame) -> pd.DataFrame:
+    """Exact F, Gaussian model and permuted directions, the sink apart, less each other: mean over heads with its interval
+    over documents, as text; N as rows, from 2. `table` of the analysis "bounds", final query."""
+    _needs_prediction(table)
+    keys = ["document", "layer", "head", "size"]
+    f = table[table["size"] > 1].set_index([*keys, "level", "sink"])["f"].unstack(["level", "sink"])
+    parts = {"exact": f["exact", "none"], "gaussian": f["gaussian", "aware"], "permuted": f["permuted", "aware"]}
+    rows = {}
+    for one, other in (("exact", "gaussian"), ("exact", "permuted"), ("gaussian", "permuted")):
+        means = summary((parts[one] - parts[other]).rename("f").dropna().reset_index(), "f", by=["size"])
+        rows[f"{one} - {other}"] = with_interval(means).set_axis(means["size"])
+    return pd.DataFrame(rows)
 
 
 def beyond_prediction(bounds: pd.DataFrame, selection: pd.DataFrame, size: int) -> pd.DataFrame:
@@ -593,11 +611,12 @@ def half(table: pd.DataFrame, sizes: tuple[int, ...] = (2, 4, 8)) -> str:
     """Which levels promise at least half of the exact F at each of these N? A line each; of a `bounds` table."""
     share = tightness(table[table["size"].isin(sizes)])
     lines = []
-    for level, sink in (("global", "aware"), ("rowwise", "aware"), ("sketch_0", "none"), ("sketch_1", "aware"),
-                        ("combined", "aware")):  # fmt: skip
+    for level, sink in (("global", "aware"), ("rowwise", "aware"), ("sketch_0", "none"), ("sketch_1", "agnostic"),
+                        ("sketch_1", "aware"), ("combined", "aware")):  # fmt: skip
         least = share.loc[(share["level"] == level) & (share["sink"] == sink), "ratio"].min()
         word = "promises at least half" if least >= 0.5 else "does not"
-        lines.append(f"{level:9} {word} (least share {least:.2f})")
+        name = f"{level}, agnostic" if sink == "agnostic" else level
+        lines.append(f"{name:18} {word} (least share {least:.2f})")
     return "\n".join(lines)
 
 
@@ -613,13 +632,15 @@ def assumptions(table: pd.DataFrame) -> str:
 
 
 def alikeness(heads: pd.DataFrame) -> str:
-    """Does what the prediction misses go with selected sources being alike? Of `beyond_prediction`."""
+    """Does what the prediction misses go with selected sources being alike? Of `beyond_prediction`; for all layers and for
+    each third of them."""
     layers = heads.index.get_level_values("layer")
-    thirds = heads["beyond"].groupby(layers * 3 // (layers.max() + 1)).mean()
-    parts = ", ".join(f"{x:+.2f}" for x in thirds)
-    return (
-        f"exact F less predicted F in the first, middle and last third of the layers: {parts}\n"
-        f"its correlation over heads with within - across: {heads['beyond'].corr(heads['alike']):.2f}"
+    thirds = (part for _, part in heads.groupby(layers * 3 // (layers.max() + 1)))
+    parts = zip(("all layers", "first third", "middle third", "last third"), (heads, *thirds), strict=False)
+    return "\n".join(
+        f"{name + ':':13} exact F less predicted F {part['beyond'].mean():+.2f}, its correlation over heads with "
+        f"within - across {part['beyond'].corr(part['alike']):+.2f}"
+        for name, part in parts
     )
 
 

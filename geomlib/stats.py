@@ -62,13 +62,18 @@ def summary(
 
 
 def by_size(
-    table: pd.DataFrame, value: str = "f", by: Sequence[str] = ("level", "sink"), sizes: Sequence[int] | None = None
+    table: pd.DataFrame,
+    value: str = "f",
+    by: Sequence[str] = ("level", "sink"),
+    sizes: Sequence[int] | None = None,
+    intervals: bool = False,
 ) -> pd.DataFrame:
     """Means (over heads, layers, documents) with groups as rows, in the table's order, and N as columns; N = 1, which says
-    nothing, is left out unless it is in `sizes`."""
+    nothing, is left out unless it is in `sizes`. `intervals`: as text, each with its interval (`with_interval`)."""
     part = table[table["size"].isin(sizes) if sizes else table["size"] > 1]
-    means = summary(part, value, by=[*by, "size"], replicates=1)
-    means = means.set_index([*by, "size"])["mean"].unstack("size")
+    means = summary(part, value, by=[*by, "size"], **({} if intervals else {"replicates": 1}))
+    means = means.assign(cell=with_interval(means) if intervals else means["mean"])
+    means = means.set_index([*by, "size"])["cell"].unstack("size")
     order = part[list(by)].drop_duplicates()
     return means.loc[list(order.itertuples(index=False, name=None)) if len(by) > 1 else order[by[0]]]
 

@@ -327,7 +327,8 @@ def profile_table(
             combination is one setting. Mass 0: there is no sink.
 
     Returns:
-        Columns profile, dim, sink_mass, norm_ratio, kappa, size, certified, predicted, standard_error.
+        Columns profile, dim, sink_mass, norm_ratio, kappa, size, certified, predicted, standard_error (of the predicted
+        F), precision (the predicted one).
     """
     for name, rest in profiles.items():
         if not (rest >= 0).all() or not 0 < rest.sum() < float("inf"):
@@ -360,8 +361,7 @@ def profile_table(
             )
             moments = (kappa**2, (1 - kappa**2) * sd, 0.0, kappa, 0.0)
             likely = gaussian_prediction(scaled, selected, *moments, visible=visible, draws=draws, seed=seed)
-            rows.append(
-                (name, dim, mass, ratio, kappa, size, sure.f.item(), likely.f.item(), likely.standard_error.item())
-            )
-    columns = ["profile", "dim", "sink_mass", "norm_ratio", "kappa", "size", "certified", "predicted", "standard_error"]
-    return pd.DataFrame(rows, columns=columns)
+            found = sure.f, likely.f, likely.standard_error, likely.precision
+            rows.append((name, dim, mass, ratio, kappa, size, *(x.item() for x in found)))
+    columns = ["profile", "dim", "sink_mass", "norm_ratio", "kappa", "size"]
+    return pd.DataFrame(rows, columns=[*columns, "certified", "predicted", "standard_error", "precision"])

@@ -1,6 +1,7 @@
 """Every verdict of every claim, on tables planted to deserve it."""
 
 import json
+import re
 
 import numpy as np
 import pandas as pd
@@ -235,13 +236,14 @@ def test_c7_of_one_document_has_no_interval_and_takes_the_mean_over_documents():
 
 def test_half():
     shown = {("global", "aware"): 0.01, ("rowwise", "aware"): 0.24, ("sketch_0", "none"): 0.25, ("sketch_1", "aware"): 0.4,
-             ("combined", "aware"): 0.5, ("exact", "none"): 0.5}  # fmt: skip
+             ("sketch_1", "agnostic"): 0.1, ("combined", "aware"): 0.5, ("exact", "none"): 0.5}  # fmt: skip
     assert half(promises(shown)).split("\n") == [
-        "global    does not (least share 0.02)",
-        "rowwise   does not (least share 0.48)",
-        "sketch_0  promises at least half (least share 0.50)",
-        "sketch_1  promises at least half (least share 0.80)",
-        "combined  promises at least half (least share 1.00)",
+        "global             does not (least share 0.02)",
+        "rowwise            does not (least share 0.48)",
+        "sketch_0           promises at least half (least share 0.50)",
+        "sketch_1, agnostic does not (least share 0.20)",
+        "sketch_1           promises at least half (least share 0.80)",
+        "combined           promises at least half (least share 1.00)",
     ]
 
 
@@ -256,7 +258,13 @@ def test_alikeness():
     index = pd.MultiIndex.from_product([range(6), range(2)], names=["layer", "head"])
     beyond = np.repeat([0.3, 0.1, -0.2], 4)
     sentence = alikeness(pd.DataFrame({"beyond": beyond, "alike": 2 * beyond + 1}, index))
-    assert ": +0.30, +0.10, -0.20\n" in sentence and sentence.endswith("1.00")
+    assert [line.split(":")[0] for line in sentence.split("\n")] == ["all layers", "first third", "middle third", "last third"]
+    assert [re.search(r"predicted F (\S+),", line)[1] for line in sentence.split("\n")] == ["+0.07", "+0.30", "+0.10", "-0.20"]
+    assert sentence.split("\n")[0].endswith("across +1.00")
+    mixed = beyond + np.tile([0.01, -0.01], 6)
+    alike_ = np.concatenate([mixed[:4], -mixed[4:8], mixed[8:]])
+    lines = alikeness(pd.DataFrame({"beyond": mixed, "alike": alike_}, index)).split("\n")
+    assert [line[-5:] for line in lines[1:]] == ["+1.00", "-1.00", "+1.00"]
 
 
 # --- C4 and C5: tables of sinks ---------------------------------------------------------------------------------------

@@ -289,13 +289,14 @@ TOKENS = [
 def bounds_curves():
     levels = {"level": list(figures.LEVELS), "sink": ["none", "aware", "agnostic"]}
     pairs = list(itertools.product(["rowwise", "sketch_16", "gaussian"], ["aware", "agnostic"]))
-    return figures.bounds_curves(shaped("f", 2, size=SIZES, **levels), dict.fromkeys(["intervals", "sketches"], pairs))
+    return figures.bounds_curves(shaped("f", 2, size=SIZES, **levels), dict.fromkeys(["intervals", "sketches", "model"], pairs))
 
 
 def profile_curves():
     numbers = {"norm_ratio": [0.1, 0.3, 1.0], "sink_mass": [0.1, 0.5, 0.9], "kappa": [-0.4, 0.0, 0.4]}
     table = crossed("certified predicted", **numbers, size=SIZES[1:]).assign(standard_error=0.02)
-    return figures.profile_curves(table, *numbers, "κ = {}")
+    alone = crossed("certified predicted", size=SIZES[1:])
+    return figures.profile_curves(table, *numbers, "κ = {}", reference=alone)
 
 
 def per_head():

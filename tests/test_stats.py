@@ -1,6 +1,7 @@
 """Means and intervals against tables small enough to work out by hand."""
 
 import math
+import re
 
 import numpy as np
 import pandas as pd
@@ -205,6 +206,8 @@ def test_by_size():
     assert wide.loc[("x", "none")].tolist() == pytest.approx([0.2, 0.4])
     assert wide.loc[("y", "none")].tolist() == pytest.approx([0.6, 0.7])
     assert list(by_size(pd.concat(parts), sizes=[1, 4]).columns) == [1, 4]
+    texts = by_size(pd.concat(parts), sizes=[1, 4], intervals=True)
+    assert texts.index.equals(wide.index) and texts.map(lambda t: bool(re.match(r"-?\d\.\d\d( \[.*\])?$", t))).all(axis=None)
 
 
 def test_with_interval():

@@ -16,7 +16,7 @@ from geomlib import attention, theory
 from geomlib import study as S
 from geomlib.attention import observe
 from geomlib.bounds import certificate, coherence, gaussian_prediction, spherical_coherence
-from geomlib.claims import agreement, beyond_prediction, prediction_gaps, tightness
+from geomlib.claims import agreement, beyond_prediction, prediction_differences, prediction_gaps, tightness
 from geomlib.controls import random_directions
 from geomlib.errors import GeomlibError
 from geomlib.geometry import SIZES, separability
@@ -416,9 +416,17 @@ def test_agreement_is_over_heads():
 
 def test_prediction_gaps():
     gaps = prediction_gaps(planted_predictions())
-    assert gaps.loc[("aware", "permuted")].tolist() == pytest.approx([0.01, 0.02])
-    assert gaps.loc[("agnostic", "permuted")].tolist() == pytest.approx([0.1, 0.1])
-    assert gaps.loc[("aware", "exact")].tolist() == pytest.approx([(0.5 - 1.3 / 3 + 0.25) / 2, 0.25])
+    assert gaps.loc[("aware", "permuted")].tolist() == pytest.approx([0.01, 0.02, 0.01])
+    assert gaps.loc[("agnostic", "permuted")].tolist() == pytest.approx([0.1, 0.1, 0.1])
+    assert gaps.loc[("aware", "exact")].tolist() == pytest.approx([(0.5 - 1.3 / 3 + 0.25) / 2, 0.25, (0.4 / 3 + 0.25) / 2])
+
+
+def test_prediction_differences():
+    found = prediction_differences(planted_predictions())
+    assert list(found.index) == [2, 8] and list(found) == ["exact - gaussian", "exact - permuted", "gaussian - permuted"]
+    # Two documents, a tenth to either side: the interval is their range.
+    assert found.loc[8].tolist() == ["0.25 [0.15, 0.35]", "0.25 [0.15, 0.35]", "0.00 [0.00, 0.00]"]
+    assert found.loc[2, "gaussian - permuted"] == "-0.02 [-0.02, -0.02]"
 
 
 def test_beyond_prediction():
@@ -459,7 +467,9 @@ def test_the_schemas_are_the_tables():
 # --- without a model --------------------------------------------------------------------------------------------------
 
 PROFILE = torch.arange(1, 41, dtype=torch.float64) ** -1.0
-COLUMNS = ["profile", "dim", "sink_mass", "norm_ratio", "kappa", "size", "certified", "predicted", "standard_error"]
+COLUMNS = [
+    "profile", "dim", "sink_mass", "norm_ratio", "kappa", "size", "certified", "predicted", "standard_error", "precision"
+]  # fmt: skip
 
 
 def test_profile_table_has_a_row_for_every_setting():
@@ -470,7 +480,8 @@ def test_profile_table_has_a_row_for_every_setting():
     settings = {"power": 2 * 8 * 4, "equal": 2 * 4 * (2 + 3)}
     assert table.groupby("profile").size().to_dict() == settings
     assert not table.duplicated(COLUMNS[:6]).any()
-    assert table[["certified", "predicted"]].stack().between(0, 1).all()
+    assert table[["certified", "predicted", "precision"]].stack().between(0, 1).all()
+    assert (table["precision"] > table["predicted"] / (2 - table["predicted"]) - 1e-9).all()  # with a recall of 1 at most
     assert set(table.query("profile == 'equal' and size == 5")["sink_mass"]) == {0.4}
     scaled = profile_table(
         {n: 7 * w for n, w in profiles.items()}, (64, 4096), (2, 4, 5, 8), (0.0, 0.4), (0.2, 1.0), (-0.3, 0.0)
@@ -581,7 +592,7 @@ def test_profile_table_refuses_what_cannot_be(wrong):
 
 def test_a_table_without_prediction_is_refused():
     table = planted_predictions().query("level == 'exact'")
-    for call in (agreement, prediction_gaps):
+    for call in (agreement, prediction_gaps, prediction_differences):
         with pytest.raises(GeomlibError, match="queries = 'last'"):
             call(table)
     with pytest.raises(GeomlibError, match="give all or last"):

@@ -14,7 +14,9 @@ from geomlib.stats import head_means, summary
 
 LEVELS = {
     "exact": "exact",
+    "inversion": "the paper's inversion bound",
     "joint_inversion": "joint inversion bound",
+    "constant_norm": "constant norms (the paper's model)",
     "global": "global intervals",
     "quantile": "5-95% intervals (no bound)",
     "rowwise": "rowwise intervals",
@@ -35,7 +37,7 @@ def bounds_curves(table: pd.DataFrame, panels: dict[str, Sequence[tuple[str, str
         panels: title -> (level, sink) pairs to draw in one panel; the exact F is in each.
     """
     means = summary(table[table["size"] > 1], "f", by=["level", "sink", "size"], seed=seed)
-    figure, all_axes = base.panels(len(panels), 4.4, sharey=True)
+    figure, all_axes = base.panels(len(panels), 4.2, sharey=True)
     for axes, (title, pairs) in zip(all_axes, panels.items(), strict=True):
         for level, sink in [("exact", "none"), *pairs]:
             rows = means[(means["level"] == level) & (means["sink"] == sink)]
@@ -46,7 +48,8 @@ def bounds_curves(table: pd.DataFrame, panels: dict[str, Sequence[tuple[str, str
         base.doubling(axes, means["size"].unique())
         axes.set(title=title, ylim=(0, 1.03))
         base.beneath(axes)
-    all_axes[0].set_ylabel("F$_N$, mean over heads and layers")
+    for axes in all_axes[::2]:
+        axes.set_ylabel("F$_N$, mean over heads and layers")
     return figure
 
 
@@ -55,9 +58,15 @@ def _lighter(look: dict) -> dict:
     return look | {"color": sns.blend_palette([look["color"], "0.85"], 3).as_hex()[1], "marker": "s", "linestyle": line}
 
 
-def profile_curves(table: pd.DataFrame, rows: str, columns: str, color: str, label: str = "{}") -> Figure:
+def profile_curves(
+    table: pd.DataFrame, rows: str, columns: str, color: str, label: str = "{}", reference: pd.DataFrame | None = None
+) -> Figure:
     """Certified (solid) and predicted (dashed, hollow) F over N of `theory.profile_table`, a panel for each row and column
-    value."""
+    value.
+
+    Args:
+        reference: one more table of a single setting, "no sink", in grey in every panel.
+    """
     values = {name: list(dict.fromkeys(table[name])) for name in (rows, columns, color)}
     shape = (len(values[rows]), len(values[columns]))
     figure, all_axes = plt.subplots(
@@ -66,6 +75,9 @@ def profile_curves(table: pd.DataFrame, rows: str, columns: str, color: str, lab
     palette = sns.color_palette("viridis", len(values[color]))
     for (i, row), (j, column) in product(enumerate(values[rows]), enumerate(values[columns])):
         axes = all_axes[i][j]
+        if reference is not None:
+            axes.plot(reference["size"], reference["certified"], color="0.6", linewidth=4, alpha=0.6, label="no sink")
+            axes.plot(reference["size"], reference["predicted"], "--", color="0.6", linewidth=4, alpha=0.6)
         part = table[(table[rows] == row) & (table[columns] == column)]
         for k, (value, shade) in enumerate(zip(values[color], palette, strict=True)):
             line = part[part[color] == value].sort_values("size")
