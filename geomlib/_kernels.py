@@ -728,6 +728,7 @@ def certificate_rows(
         mean = np.empty(sources, weights.dtype)
         own = np.empty(sources, weights.dtype)
         taken = np.empty(sources, weights.dtype)
+        remains = np.empty(basis.shape[2], np.float64)
         sums = np.zeros((count_all, dim), weights.dtype)
         products = np.empty((count_all, tiles.shape[0] * TILE), weights.dtype)
         for q in range(first, min(first + _ROWS, queries)):
@@ -796,7 +797,6 @@ def certificate_rows(
                     EUCLIDEAN, alpha[low:high], norms[low:high], squares[low:high], products[c, low:high], zero,
                     exact[low:high],
                 )  # fmt: skip
-                length = 0.0
                 rank = 0
                 exact_fp, exact_fn = 0, 0
                 for level in range(len(out)):
@@ -853,17 +853,20 @@ def certificate_rows(
                         if level == SKETCHES or level == SKETCHES + len(ranks):
                             work[low:high] = zero
                             rank = 0
-                            length = 0.0
-                            for d in range(dim):
-                                length += np.float64(s[d]) * np.float64(s[d])
+                            for d in range(basis.shape[2]):
+                                remains[d] = s[d]
                         for e in range(rank, ranks[k]):
                             along = 0.0
                             for d in range(basis.shape[2]):
                                 along += basis[way, e, d] * np.float64(s[d])
-                            length -= along * along
+                            for d in range(basis.shape[2]):  # not by the squares, whose difference keeps half the digits
+                                remains[d] -= along * basis[way, e, d]
                             _add_multiple(coordinates[way, e, low:high], kind(along), work[low:high])
                         rank = ranks[k]
-                        beyond = kind(np.sqrt(max(length, 0.0)))
+                        length = 0.0
+                        for d in range(basis.shape[2]):
+                            length += remains[d] * remains[d]
+                        beyond = kind(np.sqrt(length))
                         left = residuals[way, k]
                         _sketch_keys(
                             a[low:high], taken[low:high], exact[low:high], work[low:high], left[low:high], beyond, whole,
@@ -880,11 +883,8 @@ def certificate_rows(
                     if level == EXACT:
                         exact_fp, exact_fn = fp, fn
                         inversions[h, q, c] = pairs
-                    precision = size / (size + fp)
-                    recall = (size - fn) / size
-                    both = precision + recall
-                    out[level, h, q, c, 0] = precision
-                    out[level, h, q, c, 1] = recall
-                    out[level, h, q, c, 2] = 2 * precision * recall / both if both > 0 else 0.0
+                    out[level, h, q, c, 0] = size / (size + fp)
+                    out[level, h, q, c, 1] = (size - fn) / size
+                    out[level, h, q, c, 2] = _f(size, fp, fn)
                     out[level, h, q, c, 3] = 1.0 if fp >= exact_fp and fn >= exact_fn else 0.0
                     out[level, h, q, c, 4] = 1.0 if fp == 0 and fn == 0 else 0.0

@@ -22,6 +22,7 @@ LEVELS = ("constant_norm", "global", "rowwise", "sketch", "combined")
 TAIL = 0.05  # of the quantile intervals: 5 to 95 %
 STEPS = 1000  # their grid per unit of cosine, outward
 DRAWS = 40
+AT_ONCE = 256  # rows of cosines that `coherence` holds
 GUARD = 4  # machine epsilons of outward rounding, per term of a sum: see `certificate`
 
 
@@ -131,7 +132,7 @@ def certificate(
     - "global": the magnitudes; one interval for all cosines, another for those with the sink.
     - "rowwise": the magnitudes; for each source the interval of its cosines with the selected, and its own with the sink.
     - "sketch": the magnitudes; the selected contributions; of each other source `rank` coordinates (rank 0: nothing
-      but its magnitude). Never lower at a higher rank, exact at rank = dim.
+      but its magnitude). Never lower at a higher rank, exact at rank = dim, both but for rounding.
     - "combined": for each source the tighter of "rowwise" and the sketch of that rank.
 
     Args:
@@ -182,6 +183,11 @@ def certificate(
         if sink:
             a[..., 0] = first
     total = (a * selected).sum(-1, keepdim=True)
+    if not torch.isfinite(8 * a * (a + total)).all():
+        raise GeomlibError(
+            f"squares of these magnitudes are beyond {str(dtype).removeprefix('torch.')}: divide all by one number, which "
+            f"changes no certificate."
+        )
     tiny = torch.finfo(dtype).tiny
     slack = GUARD * torch.finfo(dtype).eps * (size[..., None] + dim + 8) * a * (a + total) + tiny
 
@@ -418,21 +424,26 @@ def coherence(values: torch.Tensor, visible: torch.Tensor | None = None) -> Cohe
         raise GeomlibError("coherence needs two visible sources or more besides source 0.")
     norms = values.norm(dim=-1)
     units = values / norms.clamp(min=torch.finfo(torch.float64).tiny)[..., None]
-    cosines = _cosines(units)
-    # Moments of all pairs from d numbers each, in place of T x T: sums over k of c_ik and c_ik², less those of k = i.
+    # Moments of all pairs from d numbers each, without the pairs: sums over k of c_ik and c_ik², less those of k = i.
     rest = units * others[..., None]
     self_ = rest.square().sum(-1)
     rows = ((rest @ rest.sum(-2)[..., None])[..., 0] - self_) / (count - 1)[..., None]
     second = ((rest.transpose(-1, -2) @ rest).square().sum((-2, -1)) - self_.square().sum(-1)) / (count * (count - 1))
     mean, row_sd = _moments(rows, others)
     sd = (second - mean**2).clamp(min=0).sqrt()
-    kappa = cosines[..., 0, :]
+    kappa = (units @ units[..., 0, :, None])[..., 0]
     kappa_mean, kappa_sd = _moments(kappa, others)
     norm_mean, norm_sd = _moments(norms, others)
     kappas = (kappa_mean, kappa_sd, *_extremes(kappa, others))
     kappa_mean, kappa_sd, kappa_low, kappa_high = (torch.where(sees, k, torch.nan) for k in kappas)
-    pair = others[..., None, :] & others[..., :, None] & ~torch.eye(sources, dtype=torch.bool, device=values.device)
-    low, high = _extremes(cosines.flatten(-2), pair.flatten(-2))
+    ends = []
+    for start in range(0, sources, AT_ONCE):  # the extremes need every pair, but not at once
+        rows_ = slice(start, start + AT_ONCE)
+        pair = others[..., rows_, None] & others[..., None, :]
+        pair.diagonal(start, -2, -1).fill_(False)
+        cosines = units[..., rows_, :] @ units.transpose(-1, -2)
+        ends.append(_extremes(cosines.flatten(-2), pair.flatten(-2)))
+    low, high = torch.stack([e[0] for e in ends]).amin(0), torch.stack([e[1] for e in ends]).amax(0)
     ratio, cv = torch.where(sees, norms[..., 0] / norm_mean, torch.nan), norm_sd / norm_mean
     return Coherence(mean, sd, row_sd, kappa_mean, kappa_sd, low, high, kappa_low, kappa_high, ratio, cv)
 

@@ -152,6 +152,17 @@ def _check(weights, values, sizes, ranking, distances, visible, exclude, directi
     for name, tensor in (("weights", weights), ("values", values)):
         if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
             raise GeomlibError(f"{name} hold NaN or infinite numbers: check the model's precision and weights.")
+    check_range(values)
+
+
+def check_range(values: torch.Tensor) -> None:
+    """Raises GeomlibError where squares of such values leave their dtype: keys would be NaN, which compares false."""
+    limit = (torch.finfo(values.dtype).max / (64 * values.shape[-1])) ** 0.5
+    if values.numel() and values.abs().max() > limit:
+        raise GeomlibError(
+            f"values up to {values.abs().max().item():.1e} have squares beyond {str(values.dtype).removeprefix('torch.')}: "
+            f"divide all by one number, which changes no score."
+        )
 
 
 def _on_cpu(
@@ -291,7 +302,8 @@ def _rows_in_torch(weights, values, sizes, ranking, distances, candidates, direc
 def extremal(
     upper: torch.Tensor, lower: torch.Tensor, selected: torch.Tensor, unselected: torch.Tensor, inversions: bool = True
 ):
-    """False positives, false negatives and inversions of keys, by the one definition of this package.
+    """False positives, false negatives and inversions of keys. (`_kernels._extremal` is this definition for nested sets;
+    tests hold the two together.)
 
     Args:
         upper: keys (or upper bounds on them) of the selected, (..., source).

@@ -27,7 +27,7 @@ from geomlib.bounds import (
 )
 from geomlib.controls import random_directions
 from geomlib.errors import GeomlibError
-from geomlib.geometry import SIZES, separability, tiles_of
+from geomlib.geometry import SIZES, check_range, separability, tiles_of
 from geomlib.models import Model
 from geomlib.tables import COLUMNS, BinnedMeans
 
@@ -103,7 +103,8 @@ def every_level(
     Raises:
         GeomlibError: shapes that do not fit, sizes that do not rise, input that is not finite.
 
-    One (source, source) array of cosines exists at a time. Source: `bounds.certificate`, which says the same slowly.
+    One (source, source) array of cosines exists at a time. Source: `bounds.certificate`, which says the same slowly (where
+    the visible sources have holes, or the first of them moves back, intervals here are those of the range around them).
     """
     queries, count = weights.shape[-2:] if weights.ndim == 3 else (0, 0)
     if values.ndim != 2 or values.shape[0] != count or tuple(visible.shape) != (queries, count):
@@ -117,6 +118,7 @@ def every_level(
         raise GeomlibError("weights or values hold NaN or infinite numbers: check the model's precision and weights.")
     dtype = torch.promote_types(torch.promote_types(weights.dtype, values.dtype), torch.float32)
     weights, values = weights.to(dtype), values.to(dtype)
+    check_range(values)
     sources = torch.arange(visible.shape[1])
     # Where the visible sources have holes, or the first one moves back: the range around them, which stays a bound.
     low = torch.where(visible, sources, len(sources)).amin(1).flip(0).cummin(0).values.flip(0)

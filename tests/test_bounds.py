@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from geomlib import theory
 from geomlib.bounds import (
     LEVELS,
     Coherence,
@@ -477,6 +478,71 @@ def test_true_bounds_are_never_above_the_exact_metrics_and_keep_their_order(oper
         below(found[level, False], found[level, True], "agnostic")
 
 
+@settings(max_examples=150, deadline=None)
+@given(operation=operations())
+def test_the_streamed_bounds_are_never_above_the_streamed_exact_metrics(operation):
+    """The kernel's, on the same awkward inputs: top-N sets of one query."""
+    weights, values, selected, visible = operation
+    levels, _ = theory.every_level(weights[None, None], values, visible[None], (int(selected.sum()),))
+    for name, found in zip(theory._NAMES, levels[:, 0, 0, 0], strict=True):
+        if name[0] in theory.THEOREMS:
+            assert (found[:3] <= levels[0, 0, 0, 0, :3]).all() and found[3] == 1, name
+    for name in ("global", "rowwise"):
+        less, more = (levels[theory._NAMES.index((name, sink))][0, 0, 0, 2] for sink in ("agnostic", "aware"))
+        assert less <= more, name
+
+
+def test_a_sketch_keeps_its_digits_where_the_sum_lies_in_its_directions():
+    """What is left of s_N beyond them is small, and no difference of squares."""
+    g = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        tilt, back = 10 ** (-8.5 - torch.rand(1, generator=g).item()), -0.1 * torch.rand(1, generator=g).item()
+        values = torch.tensor([[1, 0, 0], [1, tilt, 0], [back, 0, 0], [0, 1, 0]], dtype=torch.float64)
+        weights = (torch.tensor([0.47, 0.3, 0.2, 0.1]) + 0.01 * torch.rand(4, generator=g)).double()
+        levels, _ = theory.every_level(weights[None, None], values, torch.ones(1, 4, dtype=torch.bool), (3,))
+        found = dict(zip(theory._NAMES, levels[:, 0, 0, 0], strict=True))
+        for rank in (1, 4):
+            for way in ("aware", "agnostic"):
+                assert found[f"sketch_{rank}", way][3] == 1
+    values[1, 1] = 1.188139667243938e-09
+    values[2, 0] = -0.03257223887834004
+    weights[0] = 0.4707819864399788
+    weights[1:] = torch.tensor([0.3, 0.2, 0.1], dtype=torch.float64)
+    levels, _ = theory.every_level(weights[None, None], values, torch.ones(1, 4, dtype=torch.bool), (3,))
+    f = dict(zip(theory._NAMES, levels[:, 0, 0, 0, 2].tolist(), strict=True))
+    assert f["exact", "none"] == pytest.approx(12 / 17) and f["sketch_1", "aware"] <= 12 / 17
+
+
+def test_collinear_values_leave_no_room_for_rounding():
+    """In single precision, where the guard must grow with all that is selected and not with a source's own share."""
+    g = torch.Generator().manual_seed(1)
+    for _ in range(600):
+        sources = int(torch.randint(3, 15, (1,), generator=g))
+        values, weights = VALUES["collinear"](g, sources, 4).float(), WEIGHTS["softmax"](g, sources).float()
+        for n in {2, sources - 1}:
+            selected = best(weights, n)
+            true = exact(weights, values, selected)
+            for level, rank in (("rowwise", 0), ("global", 0), ("sketch", 1), ("combined", 1)):
+                below(certificate(magnitudes_of(weights, values), selected, level, values=values, rank=rank), true, level)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_whose_squares_do_not_fit_are_refused(dtype):
+    huge = torch.finfo(dtype).max ** 0.5 * 10
+    selected = torch.arange(6) < 3
+    a = torch.where(selected, 1.0, 0.5).to(dtype)
+    assert certificate(a * huge / 1e4, selected, "global", mu=(-1, 1), kappa=(-1, 1)).f < 1
+    with pytest.raises(GeomlibError, match=r"squares of these magnitudes are beyond float\d+: divide all by one number"):
+        certificate(a * huge, selected, "global", mu=(-1, 1), kappa=(-1, 1))
+    weights, values = generic(0, dtype=dtype)
+    for measure in (
+        lambda: separability(weights[None], values * huge, [2]),
+        lambda: theory.every_level(weights[None, None], values * huge, torch.ones(1, 12, dtype=torch.bool), (2,)),
+    ):
+        with pytest.raises(GeomlibError, match=r"have squares beyond float\d+: divide all by one number"):
+            measure()
+
+
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 10**6), sources=st.integers(3, 16), dim=st.integers(2, 8), sink=st.booleans())
 def test_a_sketch_of_more_directions_is_never_worse_and_of_all_is_exact(seed, sources, dim, sink):
@@ -517,6 +583,10 @@ def test_the_papers_model_is_a_bound_where_norms_are_constant(
             weights, selected, "constant_norm", values=values, norm_ratio=ratio if given_ratio else None
         )
         below(bound, exact(weights, values, selected))
+    values[0] = torch.nn.functional.normalize(values[0].double(), dim=0).to(dtype) * norm  # the sink is like the others
+    for n in (1, 2, sources - 1):
+        selected = best(weights, n)
+        below(certificate(weights, selected, "constant_norm", False, values=values), exact(weights, values, selected))
 
 
 @pytest.mark.parametrize("sink", [True, False])

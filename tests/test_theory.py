@@ -12,9 +12,9 @@ from test_bounds import best, magnitudes_of, slow_certificate, slow_counts, slow
 from test_separability import collected, slow
 from test_study import save_model, save_texts
 
-from geomlib import attention, theory
+from geomlib import attention, bounds, theory
 from geomlib import study as S
-from geomlib.attention import observe
+from geomlib.attention import Block, observe
 from geomlib.bounds import certificate, coherence, gaussian_prediction, spherical_coherence
 from geomlib.claims import agreement, beyond_prediction, prediction_differences, prediction_gaps, tightness
 from geomlib.controls import random_directions
@@ -260,6 +260,33 @@ def test_float32_loses_no_theorem_and_little_else():
     assert (single.loc[single["level"].isin(THEOREMS), "holds"] == 1).all()
     assert single[SORTED].equals(double[SORTED])
     assert (single["f"] - double["f"]).abs().mean() < 2e-3
+
+
+def test_an_inversion_bound_holds_only_if_each_of_the_three_does(monkeypatch):
+    """And layers draw by themselves."""
+    visible = causal(24)
+    weights, values = planted(visible, 8, torch.float32)
+
+    def table(layer=0):
+        seen = BoundsTable(24, "last", (2, 4), 1)
+        seen(Block(layer, torch.arange(24), weights, values[None].expand(2, -1, -1), visible, None))
+        return seen.table().set_index(["level", "sink", "size"])
+
+    first, second = table(), table(1)
+    assert (first.loc["inversion", "holds"] == 1).all()
+    assert (first.loc["exact", "f"].to_numpy() == second.loc["exact", "f"].to_numpy()).all()
+    assert (first.loc["gaussian", "f"].to_numpy() != second.loc["gaussian", "f"].to_numpy()).any()
+    for field in range(3):
+        right = theory.inversion_bound
+
+        def wrong(inversions, n, field=field, right=right):
+            found = list(right(inversions, n))
+            found[field] = torch.ones_like(found[field]) * 1.5
+            return bounds.Certificate(*found)
+
+        with monkeypatch.context() as m:
+            m.setattr(theory, "inversion_bound", wrong)
+            assert (table().loc["inversion", "holds"] == 0).all(), field
 
 
 def test_the_prediction_is_there_for_the_last_query_and_depends_on_the_key():
@@ -771,6 +798,10 @@ def test_no_theorem_fails_on_real_text(name):
     for less, more in (("global", "rowwise"), ("rowwise", "combined"), ("combined", "exact")):
         assert (means[less] <= means[more] + 1e-12).all(), (less, more)
         assert means[less].mean() < means[more].mean()
+    if name == "smollm2-135m":  # the aim: half of the exact F, from one coordinate of each source
+        for size in (2, 4, 8):
+            of_size = means.xs(size, level="size")
+            assert of_size["sketch_1"].mean() > 0.5 * of_size["exact"].mean(), size
     for level, found in compared.items():
         sharp = [f for same, f in found if same]
         print(f"{name}: {level}: {len(sharp)} of {len(found)} operations leave no room for rounding")
