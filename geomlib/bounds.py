@@ -151,7 +151,8 @@ def certificate(
         rank: coordinates per source of "sketch" and "combined".
 
     Raises:
-        GeomlibError: an unknown level, shapes that do not fit, a level without what it needs, input that is not finite.
+        GeomlibError: an unknown level, shapes that do not fit, a level without what it needs, input that is not finite or
+            whose squares overflow.
 
     Source: arXiv 2602.01893 for constant_norm; chapter 1 of the book for all. Keys are rounded outward by 4 (N + dim + 8) machine
     epsilons of a_i (a_i + A), A the sum of the selected magnitudes, which covers the rounding of both these and the exact

@@ -79,7 +79,8 @@ def separability(
         Separability of (..., query, size).
 
     Raises:
-        GeomlibError: shapes that do not fit, sizes below 1, NaN or infinite input, an unknown ranking or distance.
+        GeomlibError: shapes that do not fit, sizes below 1, NaN or infinite input, values whose squares overflow, an unknown
+            ranking or distance.
 
     Source: Mudarisov et al. 2026 (arXiv 2602.01893); the book's notation page. Compared are the keys
     k_i = ‖y_i‖² - 2<y_i, s_N> = D_i² - ‖s_N‖², which order as D_i does and lose no digits when ‖s_N‖ is large.

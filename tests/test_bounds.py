@@ -513,19 +513,6 @@ def test_a_sketch_keeps_its_digits_where_the_sum_lies_in_its_directions():
     assert f["exact", "none"] == pytest.approx(12 / 17) and f["sketch_1", "aware"] <= 12 / 17
 
 
-def test_collinear_values_leave_no_room_for_rounding():
-    """In single precision, where the guard must grow with all that is selected and not with a source's own share."""
-    g = torch.Generator().manual_seed(1)
-    for _ in range(600):
-        sources = int(torch.randint(3, 15, (1,), generator=g))
-        values, weights = VALUES["collinear"](g, sources, 4).float(), WEIGHTS["softmax"](g, sources).float()
-        for n in {2, sources - 1}:
-            selected = best(weights, n)
-            true = exact(weights, values, selected)
-            for level, rank in (("rowwise", 0), ("global", 0), ("sketch", 1), ("combined", 1)):
-                below(certificate(magnitudes_of(weights, values), selected, level, values=values, rank=rank), true, level)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_numbers_whose_squares_do_not_fit_are_refused(dtype):
     huge = torch.finfo(dtype).max ** 0.5 * 10

@@ -270,7 +270,7 @@ def test_an_inversion_bound_holds_only_if_each_of_the_three_does(monkeypatch):
     def table(layer=0):
         seen = BoundsTable(24, "last", (2, 4), 1)
         seen(Block(layer, torch.arange(24), weights, values[None].expand(2, -1, -1), visible, None))
-        return seen.table().set_index(["level", "sink", "size"])
+        return seen.table().set_index(["level", "sink", "size"]).sort_index()
 
     first, second = table(), table(1)
     assert (first.loc["inversion", "holds"] == 1).all()
