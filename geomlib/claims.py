@@ -638,8 +638,8 @@ def alikeness(heads: pd.DataFrame) -> str:
     thirds = (part for _, part in heads.groupby(layers * 3 // (layers.max() + 1)))
     parts = zip(("all layers", "first third", "middle third", "last third"), (heads, *thirds), strict=False)
     return "\n".join(
-        f"{name + ':':13} exact F less predicted F {part['beyond'].mean():+.2f}, its correlation over heads with "
-        f"within - across {part['beyond'].corr(part['alike']):+.2f}"
+        f"{name + ':':13} exact F less predicted F {part['beyond'].mean():+.2f}, correlation with within - across "
+        f"{part['beyond'].corr(part['alike']):+.2f}"
         for name, part in parts
     )
 

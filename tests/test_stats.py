@@ -207,7 +207,7 @@ def test_by_size():
     assert wide.loc[("y", "none")].tolist() == pytest.approx([0.6, 0.7])
     assert list(by_size(pd.concat(parts), sizes=[1, 4]).columns) == [1, 4]
     texts = by_size(pd.concat(parts), sizes=[1, 4], intervals=True)
-    assert texts.index.equals(wide.index) and texts.map(lambda t: bool(re.match(r"-?\d\.\d\d( \[.*\])?$", t))).all(axis=None)
+    assert texts.index.equals(wide.index) and all(re.match(r"-?\d\.\d\d( \[.*\])?$", t) for t in texts.stack().dropna())
 
 
 def test_with_interval():

@@ -39,7 +39,7 @@ RADII = {"max": {"color": ORANGE, "linestyle": "-"}, "min": {"color": GREEN, "li
 REGIMES = dict(zip(_REGIMES, (_look(GREEN, "^"), _look(BLUE, "o"), _look(ORANGE, "s")), strict=True))
 BOUNDS = {
     "exact": SETS["none"],
-    "inversion": _look(SKY, "s", "--"),
+    "inversion": _look(SKY, "h", "--"),
     "joint_inversion": _look(GREEN, "D"),
     "constant_norm": _look(DARK, "p", ":"),
     "global": _look(PINK, "v"),
